@@ -1,0 +1,34 @@
+"""What holds for every test: nothing is left behind, and a failure found by Hypothesis can be repeated."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+import leak_check
+
+# NumPy's own huge-page advice would look like an arena to leak_check. The environment variable for it comes too late:
+# pytest-randomly has imported NumPy by now.
+np._core.multiarray._set_madvise_hugepage(False)
+
+# A shared machine makes deadlines a lottery. In CI the examples are the same in each run: a red run can be repeated.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves file descriptors, threads of kvmoor or mappings of kvmoor behind."""
+    before = leak_check.snapshot()
+    yield
+    leaks = leak_check.find_leaks(before, expects_quarantine="expects_quarantine" in request.fixturenames)
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def expects_quarantine() -> None:
+    """Say that the test ends with a quarantined arena, whose mappings, memfds and threads stay on purpose."""
