@@ -1,0 +1,1 @@
+"""Which blocks give way when room is needed."""
