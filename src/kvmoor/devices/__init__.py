@@ -1,0 +1,1 @@
+"""What the engine computes on, seen only through the `Device` protocol."""
