@@ -1,0 +1,216 @@
+"""The half that decides: which blocks are stored, where, and what may be seen. It moves no bytes.
+
+    match / prepare_store / prepare_load   ->  orders for the worker
+    handle_report                          <-  what became of them
+
+Nothing becomes visible before it is proven: a stored block can be found only after the report that says it is whole.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvmoor.block_key import BlockKey
+from kvmoor.errors import RequestError
+from kvmoor.index.block_index import BlockIndex
+from kvmoor.index.lease import LoadLease, StoreLease
+from kvmoor.observation import BlocksEvicted, Observer, SilentObserver, StoreDeclined, notify
+from kvmoor.transfer_messages import Order, OrderId, OrderKind, OrderPart, Outcome, Report, SlotRange
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDecision:
+    """Say what becomes of a store.
+
+    `order` is None if nothing has to be copied: all blocks are known, or `declined` says why none was taken.
+    `positions` gives for each part of the order where its blocks stand among the keys of that group in the call.
+    """
+
+    order: Order | None
+    positions: dict[int, list[int]]
+    num_known: int
+    declined: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStatistics:
+    """Numbers of blocks: slots (`published`) and their use now, from `evicted` on totals since the start."""
+
+    published: int
+    ready: int
+    writing: int
+    leased: int
+    held: int
+    evicted: int
+    stored: int
+    loaded: int
+    declined: int
+    unknown_reports: int
+
+
+class Coordinator:
+    """Decide about blocks. Any thread may call; every method holds one lock for bookkeeping only and never waits."""
+
+    def __init__(self, num_groups: int, *, observer: Observer | None = None) -> None:
+        self._observer = observer or SilentObserver()
+        # Guards the index, the orders and the counters.
+        self._lock = threading.Lock()
+        self._index = BlockIndex(num_groups)
+        self._orders: dict[OrderId, StoreLease | LoadLease] = {}
+        self._last_order_id = 0
+        self._stored = self._loaded = self._declined = self._unknown_reports = 0
+
+    def publish(self, ranges: Iterable[SlotRange]) -> None:
+        """Take slots into use that the worker has made ready."""
+        with self._lock:
+            for slot_range in ranges:
+                self._index.publish(slot_range)
+
+    def prepare_store(self, keys: Sequence[BlockKey]) -> StoreDecision:
+        """Reserve slots for the blocks that are not known yet, all of them or none; evicts others if it has to.
+
+        The order has to be resolved: by `handle_report`, or by `abort` if it was never submitted. Raises `RequestError`
+        for duplicate keys or a group that does not exist.
+        """
+        with self._lock:
+            lease = self._index.prepare_store(keys)
+            if lease is None:
+                self._declined += len(keys)
+                decision = StoreDecision(None, {}, 0, declined=self._why_no_room())
+            elif not lease.keys:
+                self._index.complete(lease)
+                decision = StoreDecision(None, {}, lease.num_known)
+            else:
+                order = self._order(OrderKind.DEVICE_TO_SLOT, lease)
+                decision = StoreDecision(order, _positions(keys, lease.keys), lease.num_known)
+        if lease is None:
+            notify(self._observer, StoreDeclined(len(keys), decision.declined))
+        elif lease.evicted_keys:
+            notify(self._observer, BlocksEvicted(len(lease.evicted_keys)))
+        return decision
+
+    def match(self, keys: Sequence[BlockKey]) -> LoadLease:
+        """Lease the longest prefix of `keys` that can be loaded now; may be empty. Raises as `prepare_store` does."""
+        with self._lock:
+            return self._index.match(keys)
+
+    def keep(self, lease: LoadLease, num_blocks: int) -> None:
+        """Give back all but the first `num_blocks` blocks of a match."""
+        with self._lock:
+            lease.keep(num_blocks)
+
+    def release(self, lease: LoadLease) -> None:
+        """Give back a match that is not loaded."""
+        with self._lock:
+            self._index.abort(lease)
+
+    def prepare_load(self, lease: LoadLease) -> Order:
+        """Turn a match into an order, which then holds the lease. Resolved like that of a store."""
+        with self._lock:
+            if lease.resolved:
+                raise RequestError("this match was released or loaded already: match the keys again")
+            return self._order(OrderKind.SLOT_TO_DEVICE, lease)
+
+    def abort(self, order_id: OrderId) -> None:
+        """Undo a store order that was never submitted: nothing was copied and nothing becomes visible."""
+        with self._lock:
+            self._index.abort(self._orders.pop(order_id))
+
+    def withdraw_load(self, order_id: OrderId) -> None:
+        """Undo a load order that was never submitted: its match is leased as before."""
+        with self._lock:
+            del self._orders[order_id]
+
+    def handle_report(self, report: Report) -> int:
+        """Act on the end of an order and return how many blocks it had; unknown orders are counted and ignored."""
+        with self._lock:
+            lease = self._orders.get(report.order_id)
+            if lease is None:
+                self._unknown_reports += 1
+                return 0
+            if report.outcome is not Outcome.ABANDONED:
+                del self._orders[report.order_id]
+            if isinstance(lease, StoreLease):
+                self._end_store(lease, report.outcome)
+            else:
+                self._end_load(lease, report.outcome)
+            return len(lease.keys)
+
+    def reset(self) -> None:
+        """Forget every block at once, stores in flight included; running copies keep their slots until they end."""
+        with self._lock:
+            self._index.clear()
+
+    def unresolved_keys(self) -> list[BlockKey]:
+        """Return the keys of all leases that nobody has resolved."""
+        with self._lock:
+            return [key for lease in self._index.unresolved_leases() for key in lease.keys]
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Return how many blocks are where."""
+        with self._lock:
+            return CoordinatorStatistics(
+                published=self._index.num_published,
+                ready=self._index.num_ready,
+                writing=self._index.num_writing,
+                leased=self._index.num_leased,
+                held=self._index.num_held,
+                evicted=self._index.num_evicted,
+                stored=self._stored,
+                loaded=self._loaded,
+                declined=self._declined,
+                unknown_reports=self._unknown_reports,
+            )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance; for tests."""
+        with self._lock:
+            self._index.check_invariants()
+
+    def _order(self, kind: OrderKind, lease: StoreLease | LoadLease) -> Order:
+        self._last_order_id += 1
+        slots: dict[int, list[int]] = {}
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
+            slots.setdefault(key.group, []).append(slot)
+        parts = tuple(OrderPart(group, tuple(numbers)) for group, numbers in slots.items())
+        order = Order(OrderId(self._last_order_id), kind, parts)
+        self._orders[order.order_id] = lease
+        return order
+
+    def _end_store(self, lease: StoreLease, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE:
+            self._stored += self._index.complete(lease)
+        elif outcome is Outcome.FAILED:
+            self._index.abort(lease)
+        elif outcome is Outcome.ABANDONED:
+            self._index.hold(lease)
+        else:
+            self._index.release_held(lease)
+
+    def _end_load(self, lease: LoadLease, outcome: Outcome) -> None:
+        if outcome is Outcome.ABANDONED:
+            return  # the copy may still read the slots, so the lease stays
+        if outcome is Outcome.DONE:
+            self._loaded += len(lease.keys)
+        self._index.complete(lease)
+
+    def _why_no_room(self) -> str:
+        if self._index.num_published == 0:
+            return "no slot is ready yet: host memory is still being mapped"
+        return (
+            f"no room: {self._index.num_leased} blocks are being loaded and {self._index.num_writing} stored, "
+            "and what is left does not suffice: raise host_memory or store fewer blocks at once"
+        )
+
+
+def _positions(keys: Sequence[BlockKey], chosen: Sequence[BlockKey]) -> dict[int, list[int]]:
+    """Return for each group where its chosen keys stand among all keys of that group."""
+    wanted = set(chosen)
+    seen: dict[int, int] = {}
+    positions: dict[int, list[int]] = {}
+    for key in keys:
+        position = seen.get(key.group, 0)
+        seen[key.group] = position + 1
+        if key in wanted:
+            positions.setdefault(key.group, []).append(position)
+    return positions

@@ -1,0 +1,322 @@
+"""Both halves in one process: keep blocks in host memory and bring them back.
+
+with Offloader(layout, host_memory="8GiB", device=CpuDevice()) as offloader:
+    offloader.submit_store(keys, block_ids)     # returns at once
+    match = offloader.match(keys)               # longest ready prefix, leased
+    offloader.submit_load(match, block_ids)     # returns at once
+    for result in offloader.poll_results(): ...
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from numpy.typing import ArrayLike
+
+from kvmoor.block_key import BlockKey
+from kvmoor.block_layout import BlockLayout
+from kvmoor.byte_sizes import parse_nbytes
+from kvmoor.coordinator import Coordinator, CoordinatorStatistics
+from kvmoor.devices.device import Device, DeviceEvent
+from kvmoor.errors import ClosedError, RequestError, SettingsError
+from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
+from kvmoor.host_memory.limits import read_memory_limits
+from kvmoor.index.lease import LoadLease
+from kvmoor.observation import Observer, SilentObserver
+from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome
+from kvmoor.transfers.copy_plan import device_blocks_by_group
+from kvmoor.worker import CloseReport, TransferWorker, WorkerStatistics
+
+_log = logging.getLogger("kvmoor")
+
+FIRST_SLOTS_TIMEOUT_S: Final = 2.0
+"""How long opening waits for the first slots, so that a store right after it is not declined. Guessed: a slab of 64 MiB
+takes 0.01 s in warm memory and 0.13 s in cold guest memory (docs/decisions); past it, opening goes on without them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSubmission:
+    """Say what became of a store.
+
+    `job_id` is None if nothing is copied: `num_known` blocks were stored or being stored before, and `declined`, if not
+    empty, says why the others were not taken (a later call may store them).
+    """
+
+    job_id: OrderId | None
+    num_submitted: int
+    num_known: int
+    declined: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """Tell how a job ended (`Outcome` says what each means for its device blocks) and why it went wrong, if it did."""
+
+    job_id: OrderId
+    kind: OrderKind
+    outcome: Outcome
+    num_blocks: int
+    nbytes: int
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloaderCloseReport:
+    """Tell how closing went: the worker's report, and the keys of matches and stores that nobody resolved."""
+
+    worker: CloseReport
+    unresolved_keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloaderStatistics:
+    """The numbers of both halves."""
+
+    blocks: CoordinatorStatistics
+    transfers: WorkerStatistics
+
+
+class Match:
+    """The longest ready prefix of some keys. Its blocks stay where they are until it is loaded or released.
+
+    A context manager: leaving it releases a match that was not loaded.
+    """
+
+    def __init__(self, coordinator: Coordinator, lease: LoadLease) -> None:
+        self._coordinator = coordinator
+        self._lease = lease
+        self._loaded = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "loaded" if self._loaded else "released" if self._lease.resolved else "leased"
+        return f"<Match of {self.num_blocks} blocks, {state}>"
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """Return the keys of the matched blocks, a prefix of those asked for."""
+        return tuple(self._lease.keys)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many blocks matched."""
+        return len(self._lease.keys)
+
+    def keep(self, num_blocks: int) -> None:
+        """Release all but the first `num_blocks` blocks. Raises `RequestError` once the match is loaded or released."""
+        self._refuse_if_used()
+        self._coordinator.keep(self._lease, num_blocks)
+
+    def release(self) -> None:
+        """Give the blocks back; does nothing once the match is loaded or released."""
+        if not self._loaded and not self._lease.resolved:
+            self._coordinator.release(self._lease)
+
+    def prepare_load(self) -> Order:
+        """Hand the lease to a load order; used by `Offloader.submit_load`."""
+        self._refuse_if_used()
+        order = self._coordinator.prepare_load(self._lease)
+        self._loaded = True
+        return order
+
+    def withdraw_load(self, order: Order) -> None:
+        """Take the lease back from an order that could not be submitted."""
+        self._coordinator.withdraw_load(order.order_id)
+        self._loaded = False
+
+    def _refuse_if_used(self) -> None:
+        if self._loaded or self._lease.resolved:
+            raise RequestError(f"{self!r} cannot be used again: match the keys anew")
+
+
+class Offloader:
+    """Keep blocks of device tensors in host memory: the coordinator and the worker of one process, joined.
+
+    Takes over `device` and closes it, also when the constructor fails. Methods may be called from any thread; only
+    `wait` and `close` block, with a deadline.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        *,
+        host_memory: int | str,
+        device: Device,
+        observer: Observer | None = None,
+        job_timeout_s: float = 30.0,
+        close_timeout_s: float = 5.0,
+        mapping: Literal["background", "eager"] = "background",
+        memory_check: Literal["refuse", "warn"] = "refuse",
+    ) -> None:
+        """Plan the host memory, then open it.
+
+        `host_memory`: bytes, or "64GB" / "64GiB". `job_timeout_s`: when a copy is given up. `mapping`: with
+        "background" slots become usable slab after slab while the engine works, "eager" maps all of them first.
+        Raises `SettingsError` or `NoRoomError` before anything is allocated.
+        """
+        self._layout = layout
+        self._close_timeout_s = close_timeout_s
+        observer = observer or SilentObserver()
+        with ExitStack() as opened:
+            opened.callback(device.close, 0.0)
+            for option, seconds in (("job_timeout_s", job_timeout_s), ("close_timeout_s", close_timeout_s)):
+                if not 0 < seconds < math.inf:
+                    raise SettingsError(
+                        f"{option} is {seconds}: give a positive number of seconds, every wait has an end"
+                    )
+            nbytes = parse_nbytes(host_memory, option="host_memory")
+            self._plan = plan_arena(layout, nbytes, limits=read_memory_limits(), memory_check=memory_check)
+            _log.info("%s", self._plan.describe())
+            opened.pop_all()  # from here on the worker closes the device
+            self._coordinator = Coordinator(len(layout.groups), observer=observer)
+            self._worker = TransferWorker(
+                layout, self._plan, device, observer=observer, job_timeout_s=job_timeout_s, mapping=mapping
+            )
+            opened.callback(self._worker.close, close_timeout_s)
+            self._worker.arena.wait_published(FIRST_SLOTS_TIMEOUT_S)
+            opened.pop_all()
+        # Held while reports go from the worker to the coordinator, so that they arrive in order; guards `_results`.
+        self._reports_lock = threading.Lock()
+        self._results: list[TransferResult] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Offloader over {self._worker!r}>"
+
+    @property
+    def plan(self) -> ArenaPlan:
+        """Return how host memory is divided: bytes, slots and tokens of each group."""
+        return self._plan
+
+    @property
+    def closed(self) -> bool:
+        """Say whether `close` has begun."""
+        return self._worker.closed
+
+    def submit_store(
+        self, keys: Sequence[BlockKey], block_ids: ArrayLike, *, wait_for: DeviceEvent | None = None
+    ) -> StoreSubmission:
+        """Begin to copy blocks into host memory and return at once.
+
+        `block_ids`: for each key in turn the `blocks_per_chunk` device blocks that hold it, also for keys that are
+        stored already (those are not copied again). The copy starts after `wait_for`, or else after the work on the
+        engine's stream as of this call; the device blocks may not change before the job's result. All new blocks are
+        taken, or none. Raises `RequestError` for bad keys or ids, with nothing changed.
+        """
+        worker = self._worker_for(len(keys))
+        blocks = device_blocks_by_group(self._layout, [key.group for key in keys], block_ids)
+        decision = self._coordinator.prepare_store(keys)
+        order = decision.order
+        if order is None:
+            return StoreSubmission(None, 0, decision.num_known, decision.declined)
+        chosen = {group: blocks[group][positions] for group, positions in decision.positions.items()}
+        try:
+            worker.submit(order, chosen, wait_for=wait_for)
+        except BaseException:
+            # An interrupt can strike behind the queueing; then the report resolves the order, since the copy may run.
+            if not worker.may_touch(order.order_id):
+                self._coordinator.abort(order.order_id)
+            raise
+        return StoreSubmission(order.order_id, len(keys) - decision.num_known, decision.num_known)
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """Find the longest prefix of `keys` that is in host memory, and lease it until it is loaded or released."""
+        self._worker_for(1)
+        return Match(self._coordinator, self._coordinator.match(keys))
+
+    def submit_load(
+        self, match: Match, block_ids: ArrayLike, *, wait_for: DeviceEvent | None = None, expedited: bool = False
+    ) -> OrderId:
+        """Begin to copy a match into device blocks and return at once; uses the match up.
+
+        `block_ids`: for each key of the match in turn its `blocks_per_chunk` device blocks. Nobody may read or write
+        them before the job's result; after an ABANDONED result they stay withheld until the SETTLED one. `expedited`
+        loads do not queue behind others. Raises `RequestError`, with the match as it was.
+        """
+        worker = self._worker_for(match.num_blocks)
+        blocks = device_blocks_by_group(self._layout, [key.group for key in match.keys], block_ids)
+        order = match.prepare_load()
+        try:
+            worker.submit(order, blocks, wait_for=wait_for, expedited=expedited)
+        except BaseException:
+            if not worker.may_touch(order.order_id):
+                match.withdraw_load(order)
+            raise
+        return order.order_id
+
+    def poll_results(self) -> list[TransferResult]:
+        """Return what ended since the last call, stores and loads alike. Never blocks; works after `close` as well."""
+        self._catch_up()
+        with self._reports_lock:
+            results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: Iterable[OrderId], timeout_s: float) -> None:
+        """Return once these jobs touch nothing any more; their results still come out of `poll_results`.
+
+        Raises `TransferTimeoutError` at the deadline: their device blocks must not be reused then.
+        """
+        self._worker.wait(job_ids, timeout_s)
+
+    def reset(self) -> None:
+        """Forget every block, stores in flight included: what was computed with other weights must not return."""
+        self._coordinator.reset()
+
+    def statistics(self) -> OffloaderStatistics:
+        """Return the numbers of both halves."""
+        return OffloaderStatistics(self._coordinator.statistics(), self._worker.statistics())
+
+    def close(self, timeout_s: float | None = None) -> OffloaderCloseReport:
+        """End by the deadline (`close_timeout_s` if none is given) and report what could not be given back.
+
+        See `TransferWorker.close`. Closing twice does no harm.
+        """
+        report = self._worker.close(self._close_timeout_s if timeout_s is None else timeout_s)
+        self._catch_up()
+        return OffloaderCloseReport(report, tuple(self._coordinator.unresolved_keys()))
+
+    def _worker_for(self, num_blocks: int) -> TransferWorker:
+        if self._worker.closed:
+            raise ClosedError("the offloader is closed: use it before close(), inside its `with` block")
+        if num_blocks == 0:
+            raise RequestError("no blocks were given: pass at least one key, or a match that is not empty")
+        self._catch_up()
+        return self._worker
+
+    def _catch_up(self) -> None:
+        """Take note of new slots and ended jobs, so that every decision rests on what is true now."""
+        with self._reports_lock:
+            self._coordinator.publish(self._worker.take_published())
+            for report in self._worker.poll_reports():
+                num_blocks = self._coordinator.handle_report(report)
+                self._results.append(
+                    TransferResult(
+                        job_id=report.order_id,
+                        kind=report.kind,
+                        outcome=report.outcome,
+                        num_blocks=num_blocks,
+                        nbytes=report.nbytes,
+                        seconds=report.seconds,
+                        reason=report.reason,
+                    )
+                )

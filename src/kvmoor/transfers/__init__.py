@@ -1,0 +1,1 @@
+"""Plans of copies, and the lanes they run on."""

@@ -1,0 +1,120 @@
+"""Which bytes a job moves, checked as a whole before any of them moves.
+
+A device trusts its descriptors: a wrong block id would write somewhere else in the engine's memory. So every number is
+checked here, against the layout and the published slots, and bad input ends in a `RequestError` with nothing changed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvmoor.block_layout import BlockLayout, GroupLayout
+from kvmoor.devices.device import BlockCopies
+from kvmoor.errors import RequestError
+from kvmoor.transfer_messages import OrderPart
+
+DeviceBlocks = dict[int, NDArray[np.int64]]
+"""For each group, int64 ``[num_blocks, blocks_per_chunk]``: the device blocks that make up each block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Hold the descriptors of one job. They belong to the job until it is over, so nobody may change them."""
+
+    copies: tuple[BlockCopies, ...]
+    num_blocks: int
+    nbytes: int
+
+
+def device_blocks_by_group(layout: BlockLayout, block_groups: Sequence[int], block_ids: ArrayLike) -> DeviceBlocks:
+    """Sort the device block ids of a call by group.
+
+    `block_groups` names the group of each block, `block_ids` lists for each block in turn the ids of its
+    `blocks_per_chunk` device blocks. Raises `RequestError` for a wrong number of ids, an id out of range, or an id
+    that is named twice in one group.
+    """
+    ids = _whole_numbers(block_ids)
+    chunk_sizes = [_group(layout, group).blocks_per_chunk for group in block_groups]
+    if ids.size != sum(chunk_sizes):
+        raise RequestError(
+            f"{len(block_groups)} blocks need {sum(chunk_sizes)} device block ids, found {ids.size}: "
+            "give blocks_per_chunk ids for each key, also for keys that are stored already"
+        )
+    starts = np.cumsum([0, *chunk_sizes[:-1]])
+    groups = np.asarray(block_groups, dtype=np.int64)
+    blocks: DeviceBlocks = {}
+    for group in dict.fromkeys(block_groups):
+        chunk = layout.groups[group].blocks_per_chunk
+        rows = starts[groups == group]
+        blocks[group] = ids[rows[:, None] + np.arange(chunk)]
+        _check_block_ids(layout, group, blocks[group])
+    return blocks
+
+
+def plan_copies(
+    layout: BlockLayout,
+    parts: Sequence[OrderPart],
+    device_blocks: DeviceBlocks,
+    slot_addresses: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+) -> CopyPlan:
+    """Pair the slots of an order with device blocks, both checked.
+
+    `slot_addresses(group, slots)` returns where slots begin and refuses those that may not be used. Raises
+    `RequestError` with nothing changed.
+    """
+    copies = []
+    num_blocks = nbytes = 0
+    for part in parts:
+        group = _group(layout, part.group)
+        blocks = device_blocks.get(part.group, np.empty((0, group.blocks_per_chunk), dtype=np.int64))
+        if blocks.shape != (len(part.slots), group.blocks_per_chunk):
+            raise RequestError(
+                f"group {part.group} of the order has {len(part.slots)} slots of {group.blocks_per_chunk} device "
+                f"blocks, found device blocks of shape {blocks.shape}: give one row for each slot"
+            )
+        _check_block_ids(layout, part.group, blocks)
+        slots = np.asarray(part.slots, dtype=np.int64)
+        _refuse_duplicates(slots, f"slot of group {part.group}")
+        num_blocks += len(part.slots)
+        nbytes += len(part.slots) * group.block_nbytes
+        if group.tensors and len(part.slots):
+            copies.append(BlockCopies(group, blocks.ravel(), slot_addresses(part.group, slots)))
+    return CopyPlan(tuple(copies), num_blocks, nbytes)
+
+
+def _whole_numbers(block_ids: ArrayLike) -> NDArray[np.int64]:
+    ids = np.asarray(block_ids)
+    if ids.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(
+            f"device block ids have shape {ids.shape} and type {ids.dtype}: give one flat sequence of whole numbers"
+        )
+    return ids.astype(np.int64)
+
+
+def _group(layout: BlockLayout, group: int) -> GroupLayout:
+    if not 0 <= group < len(layout.groups):
+        raise RequestError(f"group {group} does not exist: the layout has groups 0 to {len(layout.groups) - 1}")
+    return layout.groups[group]
+
+
+def _check_block_ids(layout: BlockLayout, group: int, blocks: NDArray[np.int64]) -> None:
+    if not layout.groups[group].tensors:
+        return  # the blocks of a group without tensors have no bytes here, so their ids are not looked at
+    count = layout.groups[group].num_device_blocks
+    wrong = blocks[(blocks < 0) | (blocks >= count)]
+    if wrong.size:
+        raise RequestError(
+            f"device block {int(wrong[0])} of group {group} does not exist: ids go from 0 to {count - 1}"
+        )
+    _refuse_duplicates(blocks.ravel(), f"device block of group {group}")
+
+
+def _refuse_duplicates(numbers: NDArray[np.int64], what: str) -> None:
+    ordered = np.sort(numbers)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise RequestError(f"{what} {int(twice[0])} is named twice in one call: name each once")

@@ -1,0 +1,308 @@
+"""The half that moves bytes: it owns the device, the lanes and the arena, and it always closes.
+
+    orders  ->  submit()  ->  lane (store | load | expedited load)  ->  device queue
+    reports <-  poll_reports()  <-  completion word of each lane
+
+Closing ends by its deadline whatever the device does. Memory that a copy may still touch is never unmapped: it is
+quarantined, which means kept until the process ends, and the report of `close` says so.
+"""
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from kvmoor.block_layout import BlockLayout
+from kvmoor.devices.device import Device, DeviceEvent, Direction
+from kvmoor.errors import BusyError, ClosedError, RequestError, TransferTimeoutError
+from kvmoor.host_memory.arena import Arena, ArenaStatistics
+from kvmoor.host_memory.arena_plan import ArenaPlan
+from kvmoor.observation import LaneBroke, Observer, SilentObserver, TransferEnded, notify
+from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome, Report, SlotRange
+from kvmoor.transfers.copy_plan import DeviceBlocks, plan_copies
+from kvmoor.transfers.lane import TransferLane
+from kvmoor.transfers.transfer import Transfer, TransferState
+
+_log = logging.getLogger("kvmoor")
+
+QUEUE_CLOSE_TIMEOUT_S: Final = 0.03
+"""What ending a queue may take once the deadline has passed: enough for a thread that only has to see its stop flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """One step of closing: `proven` if nothing it stands for can touch memory any more, `error` if it raised."""
+
+    name: str
+    proven: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """Tell how closing went.
+
+    `quarantined_nbytes` of host memory stay mapped until the process ends, because the jobs in `unproven_jobs` may
+    still touch them; `reason` says why. Both are empty after a close that gave everything back.
+    """
+
+    seconds: float
+    steps: tuple[CloseStep, ...]
+    quarantined_nbytes: int = 0
+    unproven_jobs: tuple[OrderId, ...] = ()
+    reason: str = ""
+
+    @property
+    def graceful(self) -> bool:
+        """Say whether everything was given back."""
+        return self.quarantined_nbytes == 0 and all(step.proven and not step.error for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Counts since the worker opened. `running` and `abandoned` are jobs now; the rest are totals."""
+
+    running: int
+    abandoned: int
+    done: int
+    failed: int
+    given_up: int
+    stored_nbytes: int
+    loaded_nbytes: int
+    arena: ArenaStatistics
+
+
+class TransferWorker:
+    """Move blocks between a device and the arena it owns.
+
+    The worker takes over `device` and closes it, also when its own constructor fails. All methods may be called from
+    any thread; none blocks except `wait` and `close`, which take a deadline.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        plan: ArenaPlan,
+        device: Device,
+        *,
+        observer: Observer | None = None,
+        job_timeout_s: float = 30.0,
+        mapping: Literal["background", "eager"] = "background",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the lanes and the arena. Raises `LayoutError` if the device cannot reach the layout's tensors."""
+        self._layout = layout
+        self._device = device
+        self._observer = observer or SilentObserver()
+        self._job_timeout_s = job_timeout_s
+        self._clock = clock
+        # Guards the lanes, the counters and `_closing`. Held for bookkeeping only, never while waiting or copying.
+        self._lock = threading.Lock()
+        # Held by the one thread that closes.
+        self._close_lock = threading.Lock()
+        self._closing = False
+        self._close_report: CloseReport | None = None
+        self._done = self._failed = self._given_up = 0
+        self._moved_nbytes = dict.fromkeys(OrderKind, 0)
+        with ExitStack() as opened:
+            opened.callback(device.close, QUEUE_CLOSE_TIMEOUT_S)
+            device.check_layout(layout)
+            self._arena = Arena(plan, mapping=mapping, observer=self._observer)
+            opened.callback(self._arena.close, QUEUE_CLOSE_TIMEOUT_S)
+            self._store_lane = self._open_lane(opened, "store", Direction.DEVICE_TO_HOST)
+            self._load_lane = self._open_lane(opened, "load", Direction.HOST_TO_DEVICE)
+            self._expedited_lane = self._open_lane(opened, "expedited load", Direction.HOST_TO_DEVICE)
+            opened.pop_all()
+        self._lanes = (self._store_lane, self._load_lane, self._expedited_lane)
+
+    def _open_lane(self, opened: ExitStack, name: str, direction: Direction) -> TransferLane:
+        queue = self._device.open_copy_queue(name, direction)
+        opened.callback(queue.close, QUEUE_CLOSE_TIMEOUT_S)
+        return TransferLane(name, queue, clock=self._clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_lanes", None) is not None and not self._closing:
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<TransferWorker on {self._device.name}, {self._arena!r}{', closed' if self.closed else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        """Say whether `close` has begun."""
+        return self._closing
+
+    @property
+    def arena(self) -> Arena:
+        """Return the arena, for its numbers; only the worker opens, copies and closes."""
+        return self._arena
+
+    def submit(
+        self,
+        order: Order,
+        device_blocks: DeviceBlocks,
+        *,
+        wait_for: DeviceEvent | None = None,
+        expedited: bool = False,
+    ) -> None:
+        """Queue an order and return at once.
+
+        The copy starts after `wait_for`; without one, after the work on the engine's stream as of this call. The source
+        may not change and the destination may not be read before the report. Raises `RequestError` for blocks or slots
+        that do not exist and `BrokenError` for a broken lane; then nothing was queued.
+        """
+        plan = plan_copies(self._layout, order.parts, device_blocks, self._arena.slot_addresses)
+        event = wait_for if wait_for is not None else self._device.record_event()
+        if order.kind is OrderKind.DEVICE_TO_SLOT:
+            lane = self._store_lane
+        else:
+            lane = self._expedited_lane if expedited else self._load_lane
+        with self._lock:
+            self._check_open()
+            if self._find(order.order_id) is not None:
+                raise RequestError(f"order {order.order_id} is running already: give each order an id of its own")
+            lane.submit(order, plan, wait_for=event, timeout_s=self._job_timeout_s)
+            broken = lane.broken
+        if broken:
+            notify(self._observer, LaneBroke(lane.name, broken))
+
+    def may_touch(self, order_id: OrderId) -> bool:
+        """Say whether an order may still touch slots or device blocks: it was queued and is not proven over."""
+        with self._lock:
+            return self._find(order_id) is not None
+
+    def poll_reports(self) -> list[Report]:
+        """Return the reports of orders that ended, or were given up, since the last call. Never blocks."""
+        with self._lock:
+            reports = [report for lane in self._lanes for report in lane.poll()]
+            for report in reports:
+                self._count(report)
+        for report in reports:
+            notify(
+                self._observer,
+                TransferEnded(report.kind, report.outcome, report.nbytes, report.seconds, report.reason),
+            )
+        return reports
+
+    def take_published(self) -> list[SlotRange]:
+        """Return the slots that became usable since the last call."""
+        return self._arena.take_published()
+
+    def wait(self, order_ids: Iterable[OrderId], timeout_s: float) -> None:
+        """Return once these orders touch neither slots nor device blocks any more; unknown ids are over.
+
+        Raises `TransferTimeoutError` at the deadline: the blocks must not be reused then. Reports still come out of
+        `poll_reports`.
+        """
+        deadline = time.monotonic() + timeout_s
+        for order_id in order_ids:
+            with self._lock:
+                found = self._find(order_id)
+            if found is None:
+                continue
+            lane, transfer = found
+            if not lane.wait_over(transfer, deadline - time.monotonic()):
+                raise TransferTimeoutError(
+                    f"order {order_id} ({transfer.order.kind.value}, {transfer.plan.nbytes} bytes) is not over after "
+                    f"{timeout_s:g} s: its device blocks must not be reused before a result says so"
+                )
+
+    def statistics(self) -> WorkerStatistics:
+        """Return what runs now and what was moved so far."""
+        with self._lock:
+            unproven = [transfer for lane in self._lanes for transfer in lane.unproven()]
+            running = sum(transfer.state is TransferState.RUNNING for transfer in unproven)
+            return WorkerStatistics(
+                running=running,
+                abandoned=len(unproven) - running,
+                done=self._done,
+                failed=self._failed,
+                given_up=self._given_up,
+                stored_nbytes=self._moved_nbytes[OrderKind.DEVICE_TO_SLOT],
+                loaded_nbytes=self._moved_nbytes[OrderKind.SLOT_TO_DEVICE],
+                arena=self._arena.statistics(),
+            )
+
+    def close(self, timeout_s: float = 5.0) -> CloseReport:
+        """Refuse new orders, let copies end until the deadline, and give everything back.
+
+        What cannot be proven over by then is quarantined. Returns by the deadline, within the time it takes to see a
+        stop flag; raises nothing that a step raised, the report has it. A second call returns the same report.
+        Raises `BusyError` if another thread is still closing when the time is up.
+        """
+        if not self._close_lock.acquire(timeout=max(0.0, timeout_s)):
+            raise BusyError(f"another thread is closing this worker and is not done after {timeout_s:g} s: wait for it")
+        try:
+            if self._close_report is None:
+                self._close_report = self._close(timeout_s)
+            return self._close_report
+        finally:
+            self._close_lock.release()
+
+    def _close(self, timeout_s: float) -> CloseReport:
+        started = time.monotonic()
+        deadline = started + timeout_s
+        with self._lock:
+            self._closing = True
+            for lane in self._lanes:
+                lane.refuse_new_work()
+        self._wait_idle(deadline)
+        steps = [self._step(f"{lane.name} lane", lane.close, deadline) for lane in self._lanes]
+        steps.append(self._step("device", self._device.close, deadline))
+        if all(step.proven for step in steps):
+            steps.append(self._step("arena", self._arena.close, deadline))
+        reason = "; ".join(f"{step.name}: {step.error or 'not proven idle'}" for step in steps if not step.proven)
+        if not reason:
+            return CloseReport(seconds=time.monotonic() - started, steps=tuple(steps))
+        # The layout keeps the device tensors alive, the lanes keep the queues: a late copy touches both.
+        self._arena.quarantine(reason, keep_alive=(self._layout, self._lanes, self._device))
+        quarantined_nbytes = self._arena.mapped_nbytes
+        _log.warning("%d bytes of host memory stay mapped until the process ends: %s", quarantined_nbytes, reason)
+        with self._lock:
+            unproven = tuple(transfer.order.order_id for lane in self._lanes for transfer in lane.unproven())
+        return CloseReport(time.monotonic() - started, tuple(steps), quarantined_nbytes, unproven, reason)
+
+    def _wait_idle(self, deadline: float) -> None:
+        """Wait until no job runs or the deadline has passed; jobs that were given up are not waited for."""
+        for lane in self._lanes:
+            with self._lock:
+                running = [transfer for transfer in lane.unproven() if transfer.state is TransferState.RUNNING]
+            for transfer in running:
+                lane.wait_over(transfer, deadline - time.monotonic())
+
+    def _step(self, name: str, close: Callable[[float], bool], deadline: float) -> CloseStep:
+        """Take one step of closing; a step that raises proves nothing, and the next one is taken all the same."""
+        try:
+            return CloseStep(name, proven=close(max(QUEUE_CLOSE_TIMEOUT_S, deadline - time.monotonic())))
+        except Exception as error:
+            _log.exception("closing the %s raised; closing goes on", name)
+            return CloseStep(name, proven=False, error=f"{type(error).__name__}: {error}")
+
+    def _find(self, order_id: OrderId) -> tuple[TransferLane, Transfer] | None:
+        for lane in self._lanes:
+            if (transfer := lane.transfer(order_id)) is not None:
+                return lane, transfer
+        return None
+
+    def _count(self, report: Report) -> None:
+        self._done += report.outcome is Outcome.DONE
+        self._failed += report.outcome is Outcome.FAILED
+        self._given_up += report.outcome is Outcome.ABANDONED
+        self._moved_nbytes[report.kind] += report.nbytes
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the worker is closed: submit orders before close()")
