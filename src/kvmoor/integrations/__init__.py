@@ -1,0 +1,1 @@
+"""kvmoor inside other people's engines. Each package here imports the engine it is named after; no other code does."""
