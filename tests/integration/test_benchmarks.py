@@ -1,0 +1,42 @@
+"""The benchmarks run, so that they cannot rot; their figures are not looked at here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    """Run a benchmark in an interpreter of its own and return what it prints."""
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / script), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+    assert (0, "") == (ended.returncode, ended.stderr)
+    return ended.stdout
+
+
+def test_the_host_copies_benchmark_runs() -> None:
+    """It prints its question, hardware and versions with one line for every case."""
+    lines = run("host_copies.py", "--quick", "--runs", "1").splitlines()
+
+    assert "How fast does a CpuDevice copy" in lines[0]
+    assert "NumPy" in lines[1]
+    assert ["one", "scattered"] == [line.split()[3] for line in lines[4:]]
+
+
+def test_the_host_copies_benchmark_speaks_json() -> None:
+    """With --json it prints one object with a record for every case, speeds above zero."""
+    report = json.loads(run("host_copies.py", "--quick", "--runs", "1", "--json"))
+
+    assert {"question", "machine", "unit", "results"} == report.keys()
+    assert 2 == len(report["results"])
+    assert all(result[name] > 0 for result in report["results"] for name in ("store", "load", "memcpy"))
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
+def test_every_benchmark_explains_itself(script: str) -> None:
+    """Every benchmark opens with its question and prints it with --help."""
+    assert "?" in run(script, "--help")
