@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmoor.process_end import is_leaving
 from kvmoor.transfer_messages import OrderKind, Outcome
 
 _log = logging.getLogger("kvmoor")
@@ -41,21 +42,37 @@ class BlocksEvicted:
 
 @dataclass(frozen=True, slots=True)
 class SlotsPublished:
-    """`num_slots` more slots of `group` can be used; `mapped_nbytes` of the arena are mapped by now."""
+    """`num_slots` more slots of `group` can be used; `mapped_nbytes` of the arena are mapped by now.
+
+    `registered`: the device copies to and from them directly, because they are page-locked or because it need not be
+    so. Copies of the others are staged.
+    """
 
     group: int
     num_slots: int
     mapped_nbytes: int
     arena_nbytes: int
+    registered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class MappingFailed:
-    """A part of the arena could not be mapped; its slots are never handed out."""
+    """A part of the arena could not be mapped: its slots are not handed out.
+
+    Where memory limits are the reason it is tried again; should that succeed, `SlotsPublished` says so.
+    """
 
     group: int
     num_slots: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationDegraded:
+    """An arena stopped page-locking its memory, for good: what is not registered by now is staged. Reported once."""
+
+    reason: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,16 @@ class ArenaQuarantined:
     reason: str
 
 
-Event = TransferEnded | StoreDeclined | BlocksEvicted | SlotsPublished | MappingFailed | LaneBroke | ArenaQuarantined
+Event = (
+    TransferEnded
+    | StoreDeclined
+    | BlocksEvicted
+    | SlotsPublished
+    | MappingFailed
+    | RegistrationDegraded
+    | LaneBroke
+    | ArenaQuarantined
+)
 
 
 class Observer(Protocol):
@@ -93,6 +119,8 @@ class SilentObserver:
 
 def notify(observer: Observer, event: Event) -> None:
     """Report an event; an observer that raises is logged and otherwise ignored, so that it cannot stop a copy."""
+    if is_leaving():
+        return  # an observer that hangs would keep the process; what matters then is logged as well
     try:
         observer.on_event(event)
     except Exception:
