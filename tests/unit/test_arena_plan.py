@@ -178,13 +178,157 @@ def test_without_limits_those_of_this_machine_are_read():
     assert plan_arena(make_layout((16, 4 * KIB)), 64 * KIB).limits.available_nbytes
 
 
-def test_the_description_is_a_table_of_all_that_will_be_allocated():
+def test_the_description_is_a_table_of_all_that_will_be_allocated(tmp_path):
     """Bytes, slots, tokens and limits are shown for each group, before anything is allocated."""
-    plan = plan_arena(make_layout((16, MIB), (32, 0)), 100 * MIB, limits=MemoryLimits(8 * GIB, 4 * GIB, "/sys/f"))
+    limits = MemoryLimits(8 * GIB, 4 * GIB, "/sys/f")
+    plan = plan_arena(make_layout((16, MIB), (32, 0)), 100 * MIB, limits=limits, root=tmp_path)
     assert [
         "host memory: 105 MB of 105 MB requested, 150 slots, 1,600 tokens in every group",
         "group  tokens/block     slot  slots  tokens  slabs   bytes",
         "    0            16  1.05 MB    100   1,600      2  105 MB",
         "    1            32      0 B     50   1,600      0     0 B",
+        f"placement: {plan.placement.describe()}",
         "limits: the machine has 8.59 GB available, the cgroup limit /sys/f leaves 4.29 GB",
     ] == plan.describe().splitlines()
+
+
+def machine_with_two_nodes(root):
+    folder = root / "sys/devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "has_memory").write_text("0-1\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device_numa_node": 1}, "NUMA: node 1 preferred (next to the device)"),
+        ({"numa": "interleave"}, 'NUMA: interleaved over nodes 0, 1 (numa="interleave")'),
+        ({"numa": "off", "device_numa_node": 1}, 'NUMA: left to the kernel (numa="off")'),
+        ({"huge_pages": "off"}, 'huge pages: none (huge_pages="off")'),
+    ],
+)
+def test_the_placement_that_was_asked_for_is_part_of_the_plan(tmp_path, options, text):
+    """Nodes and page sizes are decided and shown before anything is allocated."""
+    root = machine_with_two_nodes(tmp_path)
+    plan = plan_arena(make_layout((16, MIB)), GIB, limits=UNKNOWN, root=root, **options)
+    assert text in plan.placement.describe()
+    assert f"placement: {plan.placement.describe()}" in plan.describe().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"numa": 2}, "numa is 2"), ({"numa": "far"}, "'far'"), ({"huge_pages": "on"}, "'on'")]
+)
+def test_a_placement_that_cannot_be_is_refused(tmp_path, options, text):
+    """A node or a word that does not exist is an error of the settings."""
+    with pytest.raises(SettingsError, match=text):
+        plan_arena(make_layout((16, MIB)), GIB, limits=UNKNOWN, root=machine_with_two_nodes(tmp_path), **options)
+
+
+def room(nbytes, **others):
+    return MemoryLimits(available_nbytes=KEPT_FREE_NBYTES + nbytes, **others)
+
+
+def test_the_ranks_of_a_host_share_what_was_asked_for():
+    """The plan of one rank is its equal part, and the description tells how many there are and the sum."""
+    plan = plan_arena(make_layout((16, MIB)), 4 * GIB, limits=UNKNOWN, ranks_on_host=4)
+    assert (GIB, GIB, 4) == (plan.requested_nbytes, plan.nbytes, plan.ranks_on_host)
+    assert "ranks: 4 on this host, 4.29 GB in all" in plan.describe().splitlines()
+
+
+def test_the_sum_of_all_ranks_has_to_be_there():
+    """What fits one rank four times is not enough for four: they start at once, and each sees the same free memory."""
+    layout = make_layout((16, MIB))
+    assert plan_arena(layout, GIB, limits=room(2 * GIB))
+    with pytest.raises(
+        NoRoomError,
+        match=r"needs 4\.29 GB \(of 4\.29 GB requested\) for 4 ranks on this host, 1\.07 GB each, 2\.15 GB available "
+        r'within .*: lower host_memory, .* or pass memory_check="warn"',
+    ):
+        plan_arena(layout, 4 * GIB, limits=room(2 * GIB), ranks_on_host=4)
+
+
+def test_a_plan_that_is_accepted_has_room_for_a_slab_of_every_rank():
+    """Beside the sum a slab for each other rank must fit, or the last slabs of an accepted plan would be refused."""
+    layout = make_layout((16, 2 * MIB))
+    needed = 4 * GIB + 3 * 64 * MIB
+    assert GIB == plan_arena(layout, 4 * GIB, limits=room(needed), ranks_on_host=4).nbytes
+    with pytest.raises(NoRoomError):
+        plan_arena(layout, 4 * GIB, limits=room(needed - 1), ranks_on_host=4)
+
+
+def test_what_other_ranks_hold_already_is_not_counted_twice():
+    """A rank that starts late sees less free memory, because the others have taken what they were promised."""
+    layout = make_layout((16, 2 * MIB))
+    options = {"ranks_on_host": 4, "limits": room(2 * GIB + 3 * 64 * MIB)}
+    assert plan_arena(layout, 4 * GIB, mapped_by_other_ranks_nbytes=2 * GIB, **options)
+    with pytest.raises(NoRoomError):
+        plan_arena(layout, 4 * GIB, mapped_by_other_ranks_nbytes=2 * GIB - 1, **options)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 1.0, "2", None])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks):
+    """Only a whole number of at least one is a number of ranks."""
+    with pytest.raises(SettingsError, match="ranks_on_host is"):
+        plan_arena(make_layout((16, MIB)), GIB, limits=UNKNOWN, ranks_on_host=ranks)
+
+
+def test_too_little_for_one_slot_on_each_rank_names_the_minimum():
+    """The minimum is that of all ranks together."""
+    with pytest.raises(SettingsError, match=r"one slot of each group on each of 4 ranks takes 16384 bytes"):
+        plan_arena(make_layout((16, 4 * KIB)), 16 * KIB - 1, limits=UNKNOWN, ranks_on_host=4)
+
+
+def reserve_huge_pages(root, count):
+    folder = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    folder.mkdir(parents=True)
+    (folder / "free_hugepages").write_text(f"{count}\n")
+    (folder / "resv_hugepages").write_text("0\n")
+    return root
+
+
+def test_reserved_huge_pages_are_room_that_free_memory_need_not_give(tmp_path):
+    """A host that set its memory aside as huge pages is not refused: the free memory has to hold the rest only."""
+    layout = make_layout((16, 2 * MIB))
+    root = reserve_huge_pages(tmp_path, 512)
+    limits = room(GIB, hugetlb_nbytes=GIB)
+    assert plan_arena(layout, 2 * GIB, limits=limits, root=root)
+    with pytest.raises(NoRoomError):
+        plan_arena(layout, 2 * GIB + 2 * MIB, limits=limits, root=root)
+    with pytest.raises(NoRoomError):
+        plan_arena(layout, 2 * GIB, limits=limits, root=root, huge_pages="off")
+    assert plan_arena(layout, GIB, limits=room(0, hugetlb_nbytes=GIB), root=root)
+    with pytest.raises(NoRoomError):  # slabs that do not fill their pages cannot use them
+        plan_arena(make_layout((16, MIB)), 3 * MIB, limits=room(0, hugetlb_nbytes=GIB), root=root)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        (
+            MemoryLimits(address_nbytes=2 * GIB - 1),
+            r"address-space limit of the process leaves 2\.15 GB: lower host_memory, raise the limit \(ulimit -v",
+        ),
+        (
+            MemoryLimits(commit_nbytes=2 * GIB - 1),
+            r"commit limit of the machine leaves 2\.15 GB: lower host_memory, set vm\.overcommit_memory to 0 or 1",
+        ),
+    ],
+    ids=["address space", "commit"],
+)
+def test_limits_of_addresses_and_promises_are_refused_by_name(limits, text):
+    """They are taken as a whole when an arena opens, so they are looked at when it is planned."""
+    layout = make_layout((16, MIB))
+    with pytest.raises(NoRoomError, match=text):
+        plan_arena(layout, 2 * GIB, limits=limits)
+    assert plan_arena(layout, 2 * GIB - 64 * MIB, limits=limits)
+
+
+def test_memory_that_grows_as_it_is_used_is_not_refused_for_good():
+    """A guest whose memory is given to it on demand shows little as free: the refusal names the way around (warn)."""
+    layout = make_layout((16, MIB))
+    with pytest.raises(NoRoomError, match=r'pass memory_check="warn" to try all the same'):
+        plan_arena(layout, 8 * GIB, limits=room(GIB))
+    plan = plan_arena(layout, 8 * GIB, limits=room(GIB), memory_check="warn")
+    assert 8 * GIB == plan.nbytes
+    assert plan.warnings

@@ -209,3 +209,57 @@ def test_this_machine_can_be_read():
     available = read_memory_limits().available_nbytes
     assert available is not None
     assert available > 0
+
+
+PROCESS_LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max cpu time              unlimited            unlimited            seconds
+Max locked memory         {memlock:<20} unlimited            bytes
+Max address space         {address:<20} unlimited            bytes
+Max realtime timeout      unlimited            unlimited            us
+"""
+
+
+def test_the_limits_of_the_process_are_read(machine):
+    """RLIMIT_AS counts less what is in use, RLIMIT_MEMLOCK as it is; both are shown and neither is room."""
+    root = machine(
+        **{
+            "proc/self/limits": PROCESS_LIMITS.format(memlock=65536, address=8 * GIB),
+            "proc/self/status": f"VmPeak:\t 9 kB\nVmSize:\t {3 * GIB // 1024} kB\n",
+        }
+    )
+    limits = read_memory_limits(root)
+    assert MemoryLimits(address_nbytes=5 * GIB, memlock_nbytes=65536) == limits
+    assert limits.room_nbytes is None
+    assert "the address-space limit leaves 5.37 GB, ulimit -l is 65.5 kB" == limits.describe()
+
+
+def test_a_process_without_limits_has_none(machine):
+    """The word "unlimited" is no number."""
+    text = PROCESS_LIMITS.format(memlock="unlimited", address="unlimited")
+    assert MemoryLimits() == read_memory_limits(machine(**{"proc/self/limits": text}))
+
+
+def test_a_process_over_its_address_space_has_none_left(machine):
+    """A limit that was lowered below what is in use leaves nothing, not a negative number."""
+    text = PROCESS_LIMITS.format(memlock="unlimited", address=GIB)
+    root = machine(**{"proc/self/limits": text, "proc/self/status": f"VmSize: {GIB // 512} kB\n"})
+    assert 0 == read_memory_limits(root).address_nbytes
+
+
+@pytest.mark.parametrize(("mode", "left"), [("0", None), ("1", None), ("2", 6 * GIB), ("", None)])
+def test_the_commit_limit_counts_only_where_it_is_kept(machine, mode, left):
+    """Only with vm.overcommit_memory=2 the kernel refuses to promise more than the commit limit."""
+    meminfo = f"MemAvailable: 1 kB\nCommitLimit: {8 * GIB // 1024} kB\nCommitted_AS: {2 * GIB // 1024} kB\n"
+    limits = read_memory_limits(machine(**{"proc/meminfo": meminfo, "proc/sys/vm/overcommit_memory": f"{mode}\n"}))
+    assert left == limits.commit_nbytes
+    assert ("the commit limit leaves 6.44 GB" in limits.describe()) == (left is not None)
+
+
+def test_reserved_huge_pages_are_counted_apart(machine):
+    """They are not part of the free memory, and shown only where there are some."""
+    folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
+    root = machine(**{f"{folder}/free_hugepages": "512\n", f"{folder}/resv_hugepages": "256\n"})
+    limits = read_memory_limits(root)
+    assert MemoryLimits(hugetlb_nbytes=GIB // 2) == limits
+    assert "537 MB of huge pages are reserved" == limits.describe()
+    assert "no memory limit is known" == MemoryLimits(hugetlb_nbytes=0).describe()

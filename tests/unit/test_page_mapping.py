@@ -3,6 +3,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def protection_at(address):
         if start <= address < end:
             return protection
     return None
+
+
+def flags_at(address):
+    """Return the flags that /proc/self/smaps lists for the mapping at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    return set()
 
 
 @pytest.fixture
@@ -110,17 +122,41 @@ def test_unmapping_gives_everything_back(pages):
 
 
 def test_advice_that_a_kernel_does_not_know_is_survived():
-    """EINVAL means that the kernel has no huge pages, or an older list of advice: it goes on without."""
+    """EINVAL means that the kernel has an older list of advice: it goes on without."""
     pages = PageMapping(RefusingCalls("madvise", errno.EINVAL))
-    pages.advise_huge_pages(4096, 4096)
     pages.advise_no_dump(4096, 4096)
+    pages.advise_no_fork(4096, 4096)
 
 
-@pytest.mark.parametrize("call", ["reserve", "map_anonymous", "map_file", "unmap", "advise_huge_pages"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_every_refusal_of_a_page_size_is_an_answer(number):
+    """Memory in other pages is as good, so no refusal is an error; the kernel's words are returned."""
+    pages = PageMapping(RefusingCalls("madvise", number))
+    assert os.strerror(number) == pages.advise_huge_pages(4096, 4096)
+    assert os.strerror(number) == pages.refuse_huge_pages(4096, 4096)
+
+
+def test_advice_that_is_taken_has_no_answer_and_shows_in_the_kernel_s_list(pages, reserved):
+    """Huge pages or small ones, no dump, no fork: the real calls succeed and are in force."""
+    pages.map_anonymous(reserved.base, 2 * MIB)
+    pages.map_anonymous(reserved.base + 2 * MIB, 2 * MIB)
+    refusals = {
+        pages.advise_huge_pages(reserved.base, 2 * MIB),
+        pages.refuse_huge_pages(reserved.base + 2 * MIB, 2 * MIB),
+    }
+    if refusals != {""}:
+        pytest.skip("this kernel is built without transparent huge pages")
+    pages.advise_no_dump(reserved.base, 4 * MIB)
+    pages.advise_no_fork(reserved.base, 4 * MIB)
+    assert {"hg", "dd", "dc"} <= flags_at(reserved.base)
+    assert {"nh", "dd", "dc"} <= flags_at(reserved.base + 2 * MIB)
+
+
+@pytest.mark.parametrize("call", ["reserve", "map_anonymous", "map_file", "unmap", "advise_no_dump", "advise_no_fork"])
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOMEM, NoRoomError), (errno.EACCES, BrokenError)])
 def test_errors_of_the_system_are_translated_with_their_cause(reserved, call, number, kind):
     """No room and broken are told apart; the message has the kernel's words and the cause is kept."""
-    name = {"unmap": "munmap", "advise_huge_pages": "madvise"}.get(call, "mmap")
+    name = {"unmap": "munmap", "advise_no_dump": "madvise", "advise_no_fork": "madvise"}.get(call, "mmap")
     pages = PageMapping(RefusingCalls(name, number))
     arguments = {"reserve": (MIB, MIB), "unmap": (reserved,), "map_file": (reserved.base, MIB, 0, 0)}
     with pytest.raises(kind, match=os.strerror(number)) as caught:
@@ -145,6 +181,16 @@ def test_residency_adds_up_only_what_lies_within(tmp_path):
         + entry.format(0x5000, 0x7000, 900, 900)
     )
     assert Residency(30 * KIB, 12 * KIB) == read_residency(0x2000, 0x4000, smaps)
+
+
+def test_reserved_huge_pages_are_resident_too(tmp_path):
+    """The kernel lists them beside the resident size and not in it: both kinds count as resident and as huge."""
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "2000-3000 rw-s 00000000 00:00 0 \nRss: 0 kB\nShared_Hugetlb: 2048 kB\nPrivate_Hugetlb: 4096 kB\n"
+        "3000-4000 rw-s 00000000 00:00 0 \nRss: 8 kB\nShared_Hugetlb: 0 kB\nPrivate_Hugetlb: 0 kB\n"
+    )
+    assert Residency(6 * MIB + 8 * KIB, 6 * MIB) == read_residency(0x2000, 0x4000, smaps)
 
 
 @pytest.mark.parametrize("text", [None, "2000-3000 rw-p 0 0 0\nRss: many kB\n", "2000-3000 rw-p 0 0 0\nRss:\n"])

@@ -14,8 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -23,72 +21,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmoor.byte_sizes import format_nbytes
-from kvmoor.errors import ClosedError, KvmoorError, NoRoomError, RequestError, SettingsError
+from kvmoor.errors import BrokenError, ClosedError, KvmoorError, NoRoomError, RequestError, SettingsError
 from kvmoor.host_memory.arena_plan import ArenaPlan, GroupPlan
+from kvmoor.host_memory.arena_state import LEGAL_MOVES, ArenaState, ArenaStatistics
 from kvmoor.host_memory.limits import MemoryLimits, read_memory_limits
 from kvmoor.host_memory.memfd import MAX_NAME_NBYTES
+from kvmoor.host_memory.pacing import StepPacer
 from kvmoor.host_memory.page_mapping import SystemCalls
 from kvmoor.host_memory.quarantine import QuarantinedArena, keep_until_exit
 from kvmoor.host_memory.slab_mapper import SlabMapper
 from kvmoor.host_memory.slab_memory import Backing, SlabMemory
+from kvmoor.host_memory.slab_registration import Pin
 from kvmoor.observation import ArenaQuarantined, Observer, SilentObserver, notify
+from kvmoor.process_end import register
+from kvmoor.registration import Registrar
 from kvmoor.transfer_messages import SlotRange
+
+__all__ = ["Arena", "ArenaState", "ArenaStatistics"]
 
 _log = logging.getLogger("kvmoor")
 
 CLOSE_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the mapping thread unless told otherwise; the thread needs milliseconds to stop."""
+PAUSE_TIMEOUT_S: Final = 5.0
+"""How long `pause_registration` waits for a running call; one takes 3 ms (64 MiB, H200). Guessed."""
 _MAX_EAGER_THREADS: Final = 8
 """16 threads map 16 GiB 8 times as fast as one (H200 host); fewer were not measured there."""
-
-
-class ArenaState(Enum):
-    """Say where in its life an arena is."""
-
-    OPENING = "opening"
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    QUARANTINED = "quarantined"
-
-
-_LEGAL_MOVES: Final = {
-    ArenaState.OPENING: frozenset({ArenaState.OPEN, ArenaState.CLOSING}),
-    ArenaState.OPEN: frozenset({ArenaState.CLOSING, ArenaState.QUARANTINED}),
-    ArenaState.CLOSING: frozenset({ArenaState.CLOSED, ArenaState.QUARANTINED}),
-    ArenaState.CLOSED: frozenset[ArenaState](),
-    ArenaState.QUARANTINED: frozenset[ArenaState](),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaStatistics:
-    """Tell how far an arena is mapped."""
-
-    state: ArenaState
-    backing: Backing
-    nbytes: int
-    """What will be resident once everything is mapped."""
-    mapped_nbytes: int
-    """What is resident and published; 0 once closed."""
-    lost_nbytes: int
-    """What could not be mapped and never will be."""
-    num_slabs: int
-    num_lost_slabs: int
-    num_slots: tuple[int, ...]
-    """For each group: how many slots are planned."""
-    num_published: tuple[int, ...]
-    """For each group: how many of them became usable."""
-    lost_reason: str
-    """Why the first lost slab is lost; empty if none is."""
+_EAGER_STALL_S: Final = 300.0
+"""An eager constructor gives up if nothing became of any slab for so long. Other processes that page-lock can hold up
+a driver for minutes (12 minutes were seen for 700 GB in one call). Guessed."""
 
 
 class Arena:
     """Own host memory: map it, hand out the addresses of its slots, give it back or keep it until the process ends.
 
     With `mapping` "background" the constructor returns at once and a thread publishes slab after slab; "eager" maps all
-    before it returns, with several threads. `backing` MEMFD is for an arena that other processes will read. `calls` and
-    `read_limits` are replaced in tests.
+    before it returns, with several threads; slabs that find no room within the memory limits are tried again later.
+    `backing` MEMFD is for an arena that other processes will read. `calls` and `read_limits` are replaced in tests.
+
+    With a `registrar` slabs are page-locked before they are published: with `pin` "background" at the pace that
+    `note_step` leaves, "eager" before the constructor returns, "off" never. What cannot be page-locked is published all
+    the same, and copies to and from it have to be staged; without a registrar all copies are direct.
 
     Any thread may call any method. Raises `SettingsError` for arguments, `NoRoomError` and `BrokenError` for what the
     system refuses; a constructor that fails leaves nothing behind.
@@ -100,6 +73,9 @@ class Arena:
         *,
         backing: Backing = Backing.ANONYMOUS,
         mapping: Literal["background", "eager"] = "background",
+        pin: Pin = "background",
+        registrar: Registrar | None = None,
+        pacer: StepPacer | None = None,
         observer: Observer | None = None,
         name: str = "arena",
         calls: SystemCalls | None = None,
@@ -107,12 +83,19 @@ class Arena:
     ) -> None:
         if mapping not in ("background", "eager"):
             raise SettingsError(f'mapping is {mapping!r}: give "background" or "eager"')
+        if pin not in ("background", "eager", "off"):
+            raise SettingsError(f'pin is {pin!r}: give "background", "eager" or "off"')
+        if pin == "eager":
+            mapping = "eager"
+        # The registrar may block and changes how the driver sees a thread, so it is never called on the user's.
+        on_own_thread = mapping == "background" or (registrar is not None and pin != "off")
         if not name or "\0" in name or len(name.encode()) > MAX_NAME_NBYTES:
             raise SettingsError(f"the name of an arena is {name!r}: give 1 to {MAX_NAME_NBYTES} bytes of text")
         self._plan = plan
         self._backing = backing
         self._observer: Observer = observer or SilentObserver()
         self._name = name
+        self._pacer = pacer or StepPacer()
         # Held by the one thread that closes or quarantines. Guards `_state` once the arena is open.
         self._close_lock = threading.Lock()
         self._state = ArenaState.OPENING
@@ -126,15 +109,23 @@ class Arena:
                 read_limits=read_limits,
                 name=name,
                 num_threads=min(_MAX_EAGER_THREADS, len(os.sched_getaffinity(0))) if mapping == "eager" else 1,
+                registrar=registrar,
+                pin=pin,
+                pacer=self._pacer,
             )
+            register(self, forked=self._forked)
             # From here on threads may touch the memory, so giving it back is the business of `close`.
             opened.pop_all()
             opened.callback(self.close)
-            if mapping == "eager":
-                self._mapper.run()
-                self._check_every_group_has_slots()
-            else:
+            if on_own_thread:
                 self._mapper.start()
+            else:
+                self._mapper.run_once()
+            if mapping == "eager":
+                self._wait_eager(registers=pin == "eager")
+                self._check_every_group_has_slots()
+                if not on_own_thread and self._mapper.slabs_without_room():
+                    self._mapper.start()
             self._move(ArenaState.OPEN)
             opened.pop_all()
 
@@ -180,7 +171,7 @@ class Arena:
 
     @property
     def mapped_nbytes(self) -> int:
-        """Return how many bytes are resident and published; 0 once closed."""
+        """Return how many bytes are resident; 0 once closed. They are published unless they wait to be page-locked."""
         return 0 if self.closed else self._mapper.mapped_nbytes
 
     @property
@@ -215,6 +206,35 @@ class Arena:
         addresses: NDArray[np.int64] = first + slabs * plan.slab_pitch + places * plan.slot_nbytes
         return addresses
 
+    def are_registered(self, group: int, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for each slot whether copies may go there directly, bool in the shape of `slots`.
+
+        The answer for a published slot does not change. True for all without a registrar, and for a group without
+        tensors; False for slots of refused slabs, and for those not published yet or that do not exist.
+        """
+        self._find_group(group)
+        return self._mapper.are_registered(group, np.asarray(slots))
+
+    def note_step(self) -> None:
+        """Take note that the engine begins a step: registrations then keep out of its way. Takes a microsecond."""
+        self._pacer.note_step()
+
+    def pause_registration(self, timeout_s: float = PAUSE_TIMEOUT_S) -> bool:
+        """Let no call of the registrar begin before `resume_registration`; mapping goes on, and so does `close`.
+
+        Returns True when no call is running, and False if one still is at the deadline; no other begins then either.
+        Pauses add up: each, also one that returned False, needs its own `resume_registration`.
+        """
+        return self._mapper.registration.pause(timeout_s)
+
+    def resume_registration(self) -> None:
+        """End one pause; harmless without one."""
+        self._mapper.registration.resume()
+
+    def cancel_registration(self) -> None:
+        """Page-lock nothing any more after the slab that is under way; the rest is published as it is. Never blocks."""
+        self._mapper.registration.cancel()
+
     def take_published(self) -> list[SlotRange]:
         """Return the slots published since the last call, each once. Never blocks."""
         return self._mapper.take_published()
@@ -235,6 +255,14 @@ class Arena:
         """Wait until every slab is published or lost; False at the deadline, and when the arena closes before."""
         return self._mapper.wait_mapped(timeout_s)
 
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Wait until every slab that is not lost can be copied to directly.
+
+        False at the deadline, and at once where that cannot come true any more: a slab was refused, registration was
+        cancelled or is off, or the arena closes.
+        """
+        return self._mapper.wait_registered(timeout_s)
+
     def resident_nbytes(self) -> int | None:
         """Return how many bytes the kernel says are resident; None if it does not tell. Takes milliseconds."""
         residency = self._memory.read_residency() if not self.closed else None
@@ -246,28 +274,39 @@ class Arena:
         return residency.huge_page_nbytes if residency else None
 
     def statistics(self) -> ArenaStatistics:
-        """Return how far the arena is mapped."""
+        """Return how far the arena is mapped and page-locked."""
         lost = self._mapper.lost_slabs()
+        waiting = self._mapper.slabs_without_room()
+        registered_nbytes, staged_nbytes = (0, 0) if self.closed else self._mapper.registered_nbytes()
+        registration = self._mapper.registration
         return ArenaStatistics(
             state=self._state,
             backing=self._backing,
             nbytes=self.nbytes,
             mapped_nbytes=self.mapped_nbytes,
             lost_nbytes=sum(slab.resident_nbytes for slab, _ in lost),
+            waiting_nbytes=sum(slab.resident_nbytes for slab, _ in waiting),
             num_slabs=len(self._plan.slabs),
             num_lost_slabs=len(lost),
             num_slots=tuple(group.num_slots for group in self._plan.groups),
             num_published=tuple(self._mapper.num_published(group.group) for group in self._plan.groups),
-            lost_reason=lost[0][1] if lost else "",
+            lost_reason=next((reason for _, reason in lost + waiting), ""),
+            registered_nbytes=registered_nbytes,
+            staged_nbytes=staged_nbytes,
+            failed_registrations=registration.num_failures,
+            registration_mode=registration.mode,
+            registration_reason=registration.reason,
         )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Stop mapping, unmap everything and close the descriptors; return whether that was done.
+        """Stop mapping, unregister and unmap everything, close the descriptors; return whether that was done.
 
-        Caller: no copy touches the memory any more. The mapping thread ends after at most one 2 MiB write. If it does
-        not by the deadline, or if the memory cannot be unmapped, the arena is quarantined and the answer is False, as
-        for an arena that was quarantined before, or that another thread is still closing. A second call is harmless.
-        The deadline is for the thread; unmapping takes 3 ms a GB in huge pages, 60 ms a GB of memfd (2-core machine).
+        Caller: no copy touches the memory any more, and the device still lives. The mapping thread ends after at most
+        one 2 MiB write or one call of the registrar. If it does not by the deadline, if not every registered range is
+        proven unregistered by then, or if the memory cannot be unmapped, the arena is quarantined and the answer is
+        False, as for an arena that was quarantined before, or that another thread is still closing. A second call is
+        harmless. The deadline is for the threads; unregistering takes 20 ms a GB (H200 host), unmapping 3 ms a GB in
+        huge pages and 60 ms a GB of memfd (2-core machine).
         """
         deadline = time.monotonic() + timeout_s
         if not self._close_lock.acquire(timeout=max(0.0, timeout_s)):
@@ -296,13 +335,24 @@ class Arena:
         if event is not None:
             notify(self._observer, event)
 
+    def _forked(self) -> None:
+        """Be closed in a forked child: the memory is the parent's and not mapped here, and there are no threads."""
+        self._close_lock = threading.Lock()
+        self._pacer.forked()
+        self._mapper.forked()
+        self._memory.forked()
+        self._state = ArenaState.CLOSED
+
     def _give_back(self, deadline: float) -> str:
         """Return why the memory could not be given back, or nothing."""
         if self._state is not ArenaState.CLOSING:  # a close that was interrupted is taken up again
             self._move(ArenaState.CLOSING)
         self._mapper.stop()
         if not self._mapper.join(max(0.0, deadline - time.monotonic())):
-            return "the thread that maps it did not stop in time"
+            call = self._mapper.registration.current_call
+            return f"{call} did not end in time" if call else "the thread that maps it did not stop in time"
+        if reason := self._mapper.registration.unregister_all(max(0.0, deadline - time.monotonic())):
+            return reason
         try:
             self._memory.close()
         except (KvmoorError, OSError) as error:
@@ -324,7 +374,7 @@ class Arena:
 
     def _move(self, state: ArenaState) -> None:
         """Change the state; the only place that does."""
-        assert state in _LEGAL_MOVES[self._state], f"an arena cannot go from {self._state.value} to {state.value}"
+        assert state in LEGAL_MOVES[self._state], f"an arena cannot go from {self._state.value} to {state.value}"
         self._state = state
 
     def _find_group(self, group: int) -> GroupPlan:
@@ -332,7 +382,16 @@ class Arena:
             raise RequestError(f"group {group} does not exist: the arena has groups 0 to {len(self._plan.groups) - 1}")
         return self._plan.groups[group]
 
+    def _wait_eager(self, *, registers: bool) -> None:
+        if not self._mapper.wait_tried(_EAGER_STALL_S):
+            call = self._mapper.registration.current_call
+            rival = 'page-locks memory, or pass pin="background"' if registers else "takes memory"
+            raise BrokenError(
+                f"opening host memory got nowhere for {_EAGER_STALL_S:g} s ({call or 'mapping'}): look for what else "
+                f"on this machine {rival}"
+            )
+
     def _check_every_group_has_slots(self) -> None:
         if not self._mapper.wait_published(0.0):
-            slab, reason = self._mapper.lost_slabs()[0]
+            slab, reason = (self._mapper.lost_slabs() + self._mapper.slabs_without_room())[0]
             raise NoRoomError(f"no slot of group {slab.group} could be mapped: {reason}")

@@ -8,14 +8,17 @@ Within a group, slot s lies at ``offset + s // slots_per_slab * slab_pitch + s %
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Final, Literal
 
 from kvmoor.block_layout import BlockLayout
 from kvmoor.byte_sizes import format_nbytes, parse_nbytes, round_up
 from kvmoor.errors import NoRoomError, SettingsError
+from kvmoor.host_memory.huge_pages import HugePages, HugePagesChoice, plan_huge_pages
 from kvmoor.host_memory.limits import MemoryLimits, read_memory_limits
+from kvmoor.host_memory.numa import NumaChoice, NumaPolicy, plan_numa
 
 SLAB_ALIGNMENT: Final = 2 * 2**20
 """Where huge pages begin: x86-64, and 64-bit ARM with 4 KiB pages."""
@@ -27,6 +30,18 @@ _ADDRESSABLE_NBYTES: Final = 64 * 2**40
 """Half of the address space of a process on x86-64 with four-level page tables."""
 
 MemoryCheck = Literal["refuse", "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Say where the pages of an arena are to lie and how large they are to be. What is refused is done without."""
+
+    numa: NumaPolicy = field(default_factory=NumaPolicy)
+    huge_pages: HugePages = field(default_factory=HugePages)
+
+    def describe(self) -> str:
+        """Return the placement as one line of text."""
+        return f"NUMA: {self.numa.describe()}; huge pages: {self.huge_pages.describe()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +97,9 @@ class GroupPlan:
 class ArenaPlan:
     """Say what an arena will be. Immutable; any thread may read it.
 
-    `requested_nbytes` is what the user allowed and `nbytes` what will be resident, never more. `limits` are those that
-    were in force at planning. With `memory_check` "refuse" they are read again before each slab is mapped.
+    `requested_nbytes` is what the user allowed this rank and `nbytes` what will be resident, never more. `limits` are
+    those that were in force at planning. With `memory_check` "refuse" they are read again before each slab is mapped.
+    `ranks_on_host` arenas like this one share the host.
     """
 
     requested_nbytes: int
@@ -91,6 +107,8 @@ class ArenaPlan:
     limits: MemoryLimits
     memory_check: MemoryCheck
     warnings: tuple[str, ...] = ()
+    placement: Placement = field(default_factory=Placement)
+    ranks_on_host: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +137,12 @@ class ArenaPlan:
             _plan_slab(self.groups[group], position, number) for position, (_, group, number) in enumerate(places)
         )
 
+    @cached_property
+    def neighbours_nbytes(self) -> int:
+        """Return what the other ranks of the host may be taking at this moment: a slab each."""
+        largest = max((slab.resident_nbytes for slab in self.slabs), default=0)
+        return (self.ranks_on_host - 1) * largest
+
     def describe(self) -> str:
         """Return the plan as a table of plain text."""
         header = ("group", "tokens/block", "slot", "slots", "tokens", "slabs", "bytes")
@@ -142,8 +166,11 @@ class ArenaPlan:
         table = [
             "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
-        warnings = [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join([title, *table, f"limits: {self.limits.describe()}", *warnings])
+        lines = [f"placement: {self.placement.describe()}", f"limits: {self.limits.describe()}"]
+        if self.ranks_on_host > 1:
+            total = format_nbytes(self.nbytes * self.ranks_on_host)
+            lines.insert(0, f"ranks: {self.ranks_on_host} on this host, {total} in all")
+        return "\n".join([title, *table, *lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def plan_arena(
@@ -152,40 +179,85 @@ def plan_arena(
     *,
     limits: MemoryLimits | None = None,
     memory_check: MemoryCheck = "refuse",
+    ranks_on_host: int = 1,
+    mapped_by_other_ranks_nbytes: int = 0,
+    numa: NumaChoice = "auto",
+    device_numa_node: int | None = None,
+    huge_pages: HugePagesChoice = "auto",
+    root: Path = Path("/"),
 ) -> ArenaPlan:
     """Divide host memory among the groups of a layout; nothing is allocated.
 
     A prefix can be loaded as far as every group has it, so each group covers the same number of tokens, as nearly as
     whole slots allow: at most one slot more or less. Groups without tensors take no bytes and get as many slots as the
-    largest group has tokens for. `limits` None: they are read now. Raises `SettingsError` if not one slot of each group
-    fits, and `NoRoomError` if the memory is not there; with `memory_check` "warn" the plan then carries a warning.
+    largest group has tokens for.
+
+    `host_memory_nbytes` is for all `ranks_on_host` together and the plan is for one of them: an equal part. The ranks
+    start at once and each sees the same free memory, so it is the sum that has to be there;
+    `mapped_by_other_ranks_nbytes` is what the others are known to hold already, which is neither free nor missing.
+
+    `limits` None: they are read now. `root` is where ``proc`` and ``sys`` are. Raises `SettingsError` for options, a
+    NUMA node that does not exist, or if not one slot of each group fits, and `NoRoomError` if the memory is not there;
+    with `memory_check` "warn" the plan then carries a warning.
     """
     requested = parse_nbytes(host_memory_nbytes, option="host_memory")
     if memory_check not in ("refuse", "warn"):
         raise SettingsError(f'memory_check is {memory_check!r}: give "refuse" or "warn"')
+    if type(ranks_on_host) is not int or ranks_on_host < 1:
+        raise SettingsError(f"ranks_on_host is {ranks_on_host!r}: give the number of ranks on this host, at least 1")
     if requested > _ADDRESSABLE_NBYTES:
         raise SettingsError(
             f"host_memory is {format_nbytes(requested)}: a process can address {format_nbytes(_ADDRESSABLE_NBYTES)}, "
             "give less"
         )
+    placement = Placement(
+        plan_numa(numa, device_numa_node=device_numa_node, root=root), plan_huge_pages(huge_pages, root=root)
+    )
     shapes = [
         _shape_group(number, group.tokens_per_block, group.slot_nbytes) for number, group in enumerate(layout.groups)
     ]
-    minimum = sum(shape.slot_nbytes for shape in shapes)
+    minimum = ranks_on_host * sum(shape.slot_nbytes for shape in shapes)
     if requested < minimum:
+        ranks = f" on each of {ranks_on_host} ranks" if ranks_on_host > 1 else ""
         raise SettingsError(
-            f"host_memory is {requested} bytes, but one slot of each group takes {minimum} bytes "
+            f"host_memory is {requested} bytes, but one slot of each group{ranks} takes {minimum} bytes "
             f"({format_nbytes(minimum)}): give at least that much, and many times more to be of use"
         )
-    if limits is None:
-        limits = read_memory_limits()
-    plan = ArenaPlan(requested, _place(_fill(shapes, requested)), limits, memory_check)
-    if not (shortage := _find_shortage(plan)):
+    share = requested // ranks_on_host
+    plan = ArenaPlan(
+        share,
+        _place(_fill(shapes, share)),
+        read_memory_limits(root) if limits is None else limits,
+        memory_check,
+        placement=placement,
+        ranks_on_host=ranks_on_host,
+    )
+    found = _find_shortage(plan, requested, mapped_by_other_ranks_nbytes)
+    if found is None:
         return plan
-    remedy = "raise that limit" if limits.cgroup_is_tightest else "free memory on the machine"
+    shortage, remedy = found
     if memory_check == "refuse":
         raise NoRoomError(f'{shortage}: lower host_memory, {remedy}, or pass memory_check="warn" to try all the same')
     return replace(plan, warnings=(f"{shortage}: the kernel may end the process; lower host_memory or {remedy}",))
+
+
+def find_slab_shortage(plan: ArenaPlan, slab: SlabPlan, limits: MemoryLimits) -> str:
+    """Return why there is no room for one more slab, which is not in reserved huge pages; empty if there is.
+
+    How far the other ranks of the host are is not known here, so of their shares only the part counts that `limits`
+    cannot show yet: a slab each, which they may have found room for at the same moment. To leave room for the whole of
+    their shares would count twice what they have mapped already, and refuse memory that is there.
+    """
+    room = limits.room_nbytes
+    needed = slab.resident_nbytes + plan.neighbours_nbytes
+    if room is None or needed <= room:
+        return ""
+    beside = f" beside {plan.ranks_on_host - 1} other ranks that may take as much" if plan.ranks_on_host > 1 else ""
+    return (
+        f"{format_nbytes(slab.resident_nbytes)} of host memory were to be mapped{beside}, {format_nbytes(room)} are "
+        f"left within {limits.tightest}: these slots stay unused until there is room; lower host_memory, make room, or "
+        'pass memory_check="warn" where the machine grows as its memory is used'
+    )
 
 
 def _shape_group(group: int, tokens_per_block: int, slot_nbytes: int) -> GroupPlan:
@@ -260,11 +332,27 @@ def _plan_slab(group: GroupPlan, number: int, number_in_group: int) -> SlabPlan:
     )
 
 
-def _find_shortage(plan: ArenaPlan) -> str:
-    room = plan.limits.room_nbytes
-    if room is None or plan.nbytes <= room:
-        return ""
-    return (
-        f"host memory needs {format_nbytes(plan.nbytes)} (of {format_nbytes(plan.requested_nbytes)} requested), "
-        f"{format_nbytes(room)} available within {plan.limits.tightest}"
-    )
+def _find_shortage(plan: ArenaPlan, requested: int, mapped_by_others: int) -> tuple[str, str] | None:
+    """Return what is missing and what would help, or None if everything is there."""
+    limits = plan.limits
+    total = plan.nbytes * plan.ranks_on_host
+    missing = max(0, total - mapped_by_others)
+    # Neither free memory nor the cgroup's limit has to give what lies in reserved huge pages.
+    sizes = [slab.resident_nbytes for slab in plan.slabs]
+    reservable = sum(filter(plan.placement.huge_pages.may_reserve, sizes))
+    from_reserve = min(limits.hugetlb_nbytes or 0, reservable * plan.ranks_on_host)
+    needed = max(0, missing - from_reserve)
+    whole = f"host memory needs {format_nbytes(total)} (of {format_nbytes(requested)} requested)"
+    if plan.ranks_on_host > 1:
+        whole += f" for {plan.ranks_on_host} ranks on this host, {format_nbytes(plan.nbytes)} each"
+    room = limits.room_nbytes
+    if room is not None and needed and needed + plan.neighbours_nbytes > room:
+        remedy = "raise that limit" if limits.cgroup_is_tightest else "free memory on the machine"
+        return f"{whole}, {format_nbytes(room)} available within {limits.tightest}", remedy
+    if limits.address_nbytes is not None and plan.address_nbytes > limits.address_nbytes:
+        found = f"the address-space limit of the process leaves {format_nbytes(limits.address_nbytes)}"
+        return f"{whole}, {found}", "raise the limit (ulimit -v; RLIMIT_AS)"
+    if limits.commit_nbytes is not None and needed > limits.commit_nbytes:
+        found = f"the commit limit of the machine leaves {format_nbytes(limits.commit_nbytes)}"
+        return f"{whole}, {found}", "set vm.overcommit_memory to 0 or 1"
+    return None

@@ -3,12 +3,14 @@
 Going over a cgroup's limit is a kill, not an errno, so these numbers are read before memory is touched.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from kvmoor.byte_sizes import format_nbytes
+from kvmoor.host_memory.huge_pages import read_reserved_nbytes
 
 KEPT_FREE_NBYTES: Final = 64 * 2**20
 """What is never planned away: page tables and the process's own growth are charged to the same limit. Guessed."""
@@ -22,12 +24,22 @@ class MemoryLimits:
 
     `available_nbytes`: memory that the machine can give without swapping. `cgroup_nbytes`: what the tightest memory
     cgroup of this process, or of a parent, leaves below its limit; page cache that can be dropped counts as free.
-    `cgroup_file` holds that limit.
+    `cgroup_file` holds that limit. `hugetlb_nbytes`: what the kernel's reserve of 2 MiB pages can give, which neither
+    of these two counts.
+
+    The other three are about addresses and promises, which are taken as a whole when an arena is opened, and not as it
+    fills: `address_nbytes` below RLIMIT_AS, `commit_nbytes` below the commit limit, which holds only where
+    vm.overcommit_memory is 2. `memlock_nbytes` is RLIMIT_MEMLOCK itself: no limit of ours (an arena locks nothing, and
+    a device driver need not look at it), but the first thing to know when page-locking is refused.
     """
 
     available_nbytes: int | None = None
     cgroup_nbytes: int | None = None
     cgroup_file: str = ""
+    hugetlb_nbytes: int | None = None
+    address_nbytes: int | None = None
+    commit_nbytes: int | None = None
+    memlock_nbytes: int | None = None
 
     @property
     def room_nbytes(self) -> int | None:
@@ -54,6 +66,14 @@ class MemoryLimits:
             parts.append(f"the machine has {format_nbytes(self.available_nbytes)} available")
         if self.cgroup_nbytes is not None:
             parts.append(f"the cgroup limit {self.cgroup_file} leaves {format_nbytes(self.cgroup_nbytes)}")
+        if self.hugetlb_nbytes:
+            parts.append(f"{format_nbytes(self.hugetlb_nbytes)} of huge pages are reserved")
+        if self.address_nbytes is not None:
+            parts.append(f"the address-space limit leaves {format_nbytes(self.address_nbytes)}")
+        if self.commit_nbytes is not None:
+            parts.append(f"the commit limit leaves {format_nbytes(self.commit_nbytes)}")
+        if self.memlock_nbytes is not None:
+            parts.append(f"ulimit -l is {format_nbytes(self.memlock_nbytes)}")
         return ", ".join(parts) or "no memory limit is known"
 
 
@@ -67,10 +87,18 @@ def read_memory_limits(root: Path = Path("/")) -> MemoryLimits:
         for directory, files in _cgroup_directories(root)
         if (headroom := _read_headroom(directory, files)) is not None
     ]
-    if not headrooms:
-        return MemoryLimits(available_nbytes=_read_available(root))
-    nbytes, path = min(headrooms)
-    return MemoryLimits(_read_available(root), nbytes, f"/{path.relative_to(root)}")
+    nbytes, path = min(headrooms, default=(None, root))
+    meminfo = _read_kilobytes(root / "proc/meminfo")
+    process_limits = _read_process_limits(root)
+    return MemoryLimits(
+        available_nbytes=meminfo.get("MemAvailable"),
+        cgroup_nbytes=nbytes,
+        cgroup_file="" if nbytes is None else f"/{path.relative_to(root)}",
+        hugetlb_nbytes=read_reserved_nbytes(root),
+        address_nbytes=_read_address_room(root, process_limits),
+        commit_nbytes=_read_commit_room(root, meminfo),
+        memlock_nbytes=process_limits.get("Max locked memory"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +189,37 @@ def _read_headroom(directory: Path, files: _CgroupFiles) -> tuple[int, Path] | N
     return max(0, limit - max(0, usage - reclaimable)), path
 
 
-def _read_available(root: Path) -> int | None:
-    for line in _read_text(root / "proc/meminfo").splitlines():
+def _read_kilobytes(path: Path) -> dict[str, int]:
+    """Return the numbers of a file whose lines look like ``MemAvailable:  700 kB``, in bytes."""
+    numbers = {}
+    for line in _read_text(path).splitlines():
         key, _, value = line.partition(":")
-        if key == "MemAvailable":
-            kilobytes = _parse_number(value.removesuffix("kB"))
-            return None if kilobytes is None else kilobytes * 1024
-    return None
+        kilobytes = _parse_number(value.removesuffix("kB"))
+        if kilobytes is not None:
+            numbers[key] = kilobytes * 1024
+    return numbers
+
+
+_PROCESS_LIMIT: Final = re.compile(r"(Max [a-z ]+?)  +(\d+) ")
+
+
+def _read_process_limits(root: Path) -> dict[str, int]:
+    """Return the soft limits of this process that are numbers, by the kernel's names for them."""
+    matches = map(_PROCESS_LIMIT.match, _read_text(root / "proc/self/limits").splitlines())
+    return {match[1]: int(match[2]) for match in matches if match is not None}
+
+
+def _read_address_room(root: Path, process_limits: dict[str, int]) -> int | None:
+    limit = process_limits.get("Max address space")
+    if limit is None:
+        return None
+    return max(0, limit - _read_kilobytes(root / "proc/self/status").get("VmSize", 0))
+
+
+def _read_commit_room(root: Path, meminfo: dict[str, int]) -> int | None:
+    if _parse_number(_read_text(root / "proc/sys/vm/overcommit_memory")) != 2 or "CommitLimit" not in meminfo:
+        return None
+    return max(0, meminfo["CommitLimit"] - meminfo.get("Committed_AS", 0))
 
 
 def _parse_number(text: str) -> int | None:

@@ -9,8 +9,9 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,9 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EDQUOT})
 _WRITABLE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_MBIND_NUMBERS: Final = {"x86_64": 237, "aarch64": 235}
+"""The C library has no mbind, and libnuma is not on every machine."""
+_BITS_PER_LONG: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def _load_libc() -> ctypes.CDLL:
@@ -36,6 +40,8 @@ def _load_libc() -> ctypes.CDLL:
     libc.munmap.argtypes, libc.munmap.restype = (pointer, size), integer
     libc.madvise.argtypes, libc.madvise.restype = (pointer, size, integer), integer
     libc.fallocate.argtypes, libc.fallocate.restype = (integer, integer, long, long), integer
+    # As mbind takes them: its number, address, length, mode, mask of nodes, bits in the mask, flags.
+    libc.syscall.argtypes, libc.syscall.restype = (long, pointer, size, long, pointer, size, integer), long
     return libc
 
 
@@ -62,6 +68,18 @@ class SystemCalls:
         if _libc.madvise(address, nbytes, advice):
             raise _last_error()
 
+    def mbind(self, address: int, nbytes: int, mode: int, nodes: Sequence[int]) -> None:
+        """Tell the kernel on which NUMA nodes pages are to lie that are not there yet."""
+        number = _MBIND_NUMBERS.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        mask = (ctypes.c_ulong * (max(nodes, default=0) // _BITS_PER_LONG + 1))()
+        for node in nodes:
+            mask[node // _BITS_PER_LONG] |= 1 << node % _BITS_PER_LONG
+        # The kernel takes the number of bits less one.
+        if _libc.syscall(number, address, nbytes, mode, ctypes.addressof(mask), len(mask) * _BITS_PER_LONG + 1, 0):
+            raise _last_error()
+
     def memset(self, address: int, nbytes: int) -> None:
         """Write zeros."""
         ctypes.memset(address, 0, nbytes)
@@ -86,6 +104,10 @@ class SystemCalls:
         """Give the memory behind a range of a file back."""
         if _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes):
             raise _last_error()
+
+    def read_byte(self, fd: int, offset: int, address: int) -> None:
+        """Have the kernel copy one byte of a file to an address: EFAULT where a write of ours would be a SIGBUS."""
+        os.preadv(fd, [(ctypes.c_char * 1).from_address(address)], offset)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -130,7 +152,7 @@ class PageMapping:
             raise translate_os_error(
                 error,
                 f"reserving {format_nbytes(nbytes)} of addresses for host memory",
-                "lower host_memory, or raise the address-space limit (ulimit -v)",
+                "lower host_memory, or raise the address-space limit (ulimit -v; RLIMIT_AS)",
             ) from error
         return Reservation(round_up(start + mmap.PAGESIZE, alignment), start, reserved_nbytes)
 
@@ -143,7 +165,8 @@ class PageMapping:
             raise translate_os_error(
                 error,
                 f"mapping {format_nbytes(nbytes)} of host memory",
-                "lower host_memory, or raise vm.overcommit_memory (2 forbids it) or vm.max_map_count",
+                "lower host_memory, set vm.overcommit_memory to 0 or 1 (2 promises no more than there is), or raise "
+                "vm.max_map_count or the data limit (ulimit -d)",
             ) from error
 
     def map_file(self, address: int, nbytes: int, fd: int, offset: int) -> None:
@@ -168,13 +191,40 @@ class PageMapping:
                 "the memory stays mapped; raise vm.max_map_count",
             ) from error
 
-    def advise_huge_pages(self, address: int, nbytes: int) -> None:
-        """Ask for huge pages. A kernel without them refuses, which is fine: smaps tells what came of it."""
-        self._advise(address, nbytes, mmap.MADV_HUGEPAGE)
+    def advise_huge_pages(self, address: int, nbytes: int) -> str:
+        """Ask for huge pages; return why the kernel refused, or nothing. smaps tells what came of it."""
+        return self._try_advice(address, nbytes, mmap.MADV_HUGEPAGE)
+
+    def refuse_huge_pages(self, address: int, nbytes: int) -> str:
+        """Ask for small pages; return why the kernel refused, or nothing."""
+        return self._try_advice(address, nbytes, mmap.MADV_NOHUGEPAGE)
+
+    def place(self, address: int, nbytes: int, mode: int, nodes: Sequence[int]) -> str:
+        """Say on which NUMA nodes pages are to lie, before they are touched; return why the kernel refused, or nothing.
+
+        A kernel without NUMA, a container that forbids the call, a node outside of the process's cpuset: the memory is
+        as good, only slower.
+        """
+        try:
+            self._calls.mbind(address, nbytes, mode, nodes)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def advise_no_dump(self, address: int, nbytes: int) -> None:
         """Keep pages out of core dumps, which would be as large as host memory and hold what users wrote."""
         self._advise(address, nbytes, mmap.MADV_DONTDUMP)
+
+    def advise_no_fork(self, address: int, nbytes: int) -> None:
+        """Keep pages out of forked processes, which would keep them alive, or copy them one by one as they change."""
+        self._advise(address, nbytes, mmap.MADV_DONTFORK)
+
+    def _try_advice(self, address: int, nbytes: int, advice: int) -> str:
+        try:
+            self._calls.madvise(address, nbytes, advice)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def _advise(self, address: int, nbytes: int, advice: int) -> None:
         try:
@@ -208,6 +258,7 @@ class Residency:
 
 _RANGE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 _HUGE: Final = frozenset({"AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"})
+_RESERVED: Final = frozenset({"Shared_Hugetlb", "Private_Hugetlb"})  # not part of Rss
 
 
 def read_residency(address: int, nbytes: int, smaps: Path = Path("/proc/self/smaps")) -> Residency | None:
@@ -224,9 +275,9 @@ def read_residency(address: int, nbytes: int, smaps: Path = Path("/proc/self/sma
                     inside = address <= int(span[1], 16) and int(span[2], 16) <= address + nbytes
                 elif inside:
                     key, _, value = line.partition(":")
-                    if key == "Rss":
+                    if key == "Rss" or key in _RESERVED:
                         resident += int(value.split()[0]) * 1024
-                    elif key in _HUGE:
+                    if key in _HUGE or key in _RESERVED:
                         huge += int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
         return None

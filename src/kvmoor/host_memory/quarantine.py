@@ -4,6 +4,7 @@ Nothing here is ever given back: a leak that is counted and reported is preferre
 """
 
 import ctypes
+import os
 import threading
 from dataclasses import dataclass
 from typing import Final
@@ -20,8 +21,18 @@ class QuarantinedArena:
 
 
 # Guards _kept.
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
 _kept: Final[list[QuarantinedArena]] = []
+
+
+def _after_fork_in_child() -> None:
+    """Count nothing in a forked child: the memory is not mapped there."""
+    global _lock  # noqa: PLW0603 - another thread of the parent may have held it
+    _lock = threading.Lock()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def keep_until_exit(record: QuarantinedArena) -> None:

@@ -13,7 +13,7 @@ class SlabState(Enum):
     RESERVED = "reserved"
     """It has addresses, and perhaps some memory; its slots do not exist yet."""
     READY = "ready"
-    """All of it is memory, and its slots are published."""
+    """All of it is memory, and its slots are published; it is registered, or copies to and from it are staged."""
     LOST = "lost"
     """It could not be mapped; its slots are never handed out."""
 
@@ -27,11 +27,20 @@ _LEGAL_MOVES: Final = {
 
 @dataclass(slots=True)
 class Slab:
-    """A slab and its state; guarded by the lock of its mapper. `reason` says why it is lost."""
+    """A slab and its state; guarded by the lock of its mapper.
+
+    `reason` says why it is lost; of a slab that is still reserved, why there was no room for it. Such a slab is tried
+    again later.
+    """
 
     plan: SlabPlan
     state: SlabState = SlabState.RESERVED
     reason: str = ""
+
+    @property
+    def lacks_room(self) -> bool:
+        """Say whether the memory limits did not leave room for it when it was last tried."""
+        return self.state is SlabState.RESERVED and bool(self.reason)
 
     def move(self, state: SlabState, reason: str = "") -> None:
         """Change the state; the only place that does."""

@@ -4,5 +4,14 @@ from kvmoor.testing.device_contract import DeviceContract as DeviceContract
 from kvmoor.testing.eviction_contract import EvictionContract as EvictionContract
 from kvmoor.testing.scripted_copies import CopyGate as CopyGate
 from kvmoor.testing.scripted_copies import ScriptedCopies as ScriptedCopies
+from kvmoor.testing.scripted_registrar import RegistrationBudget as RegistrationBudget
+from kvmoor.testing.scripted_registrar import ScriptedRegistrar as ScriptedRegistrar
 
-__all__ = ["CopyGate", "DeviceContract", "EvictionContract", "ScriptedCopies"]
+__all__ = [
+    "CopyGate",
+    "DeviceContract",
+    "EvictionContract",
+    "RegistrationBudget",
+    "ScriptedCopies",
+    "ScriptedRegistrar",
+]
