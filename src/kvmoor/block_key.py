@@ -35,8 +35,9 @@ class BlockKey:
                 f"the digest of a block key has to be {DIGEST_NBYTES} bytes, found {found}: "
                 "hash shorter keys, for example with block_key.namespace_digest"
             )
-        if self.group < 0:
-            raise RequestError(f"the group of a block key is {self.group}: give the number of a group of the layout")
+        group: object = self.group
+        if not isinstance(group, int) or isinstance(group, bool) or group < 0:
+            raise RequestError(f"the group of a block key is {group!r}: give the number of a group of the layout")
 
     def __repr__(self) -> str:
         return f"BlockKey({self.digest[:4].hex()}..., group={self.group})"
@@ -50,13 +51,15 @@ def namespace_digest(fields: Mapping[str, str | int | bytes]) -> bytes:
     """
     hasher = blake3(_FORMAT)
     for name in sorted(fields):
-        value = fields[name]
+        value: object = fields[name]  # not every caller checks types
         if isinstance(value, bytes):
             tag, data = b"b", value
         elif isinstance(value, str):
             tag, data = b"s", value.encode()
-        else:
+        elif isinstance(value, int) and not isinstance(value, bool):
             tag, data = b"i", str(value).encode()
+        else:
+            raise RequestError(f"field {name!r} of a namespace is {value!r}: give text, a whole number or bytes")
         for part in (name.encode(), tag, data):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
@@ -73,6 +76,9 @@ def prefix_block_keys(
     """
     if tokens_per_block < 1:
         raise RequestError(f"tokens_per_block is {tokens_per_block}: give 1 or more")
+    salt: object = namespace  # not every caller checks types
+    if not isinstance(salt, bytes) or not salt:
+        raise RequestError(f"the namespace is {salt!r}: give a digest of all that shapes the bytes (namespace_digest)")
     try:
         ids = np.asarray(token_ids)
     except ValueError as error:

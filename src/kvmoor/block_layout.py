@@ -10,6 +10,7 @@ tables (scales, indices) travel with them, as long as the description covers the
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Final
 
 from kvmoor.block_key import namespace_digest
@@ -21,6 +22,8 @@ from kvmoor.page_overlap import find_overlap
 SLOT_ALIGNMENT: Final = 4096
 """A slot begins and ends on a 4 KiB boundary, so that direct I/O and page-locking take it as it is."""
 _FORMAT: Final = 1
+_MAX_ADDRESS: Final = 2**57
+"""Above what a process can address, on every architecture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,23 @@ class TensorPages:
     content: str = "opaque"
 
     def __post_init__(self) -> None:
+        check_whole_numbers(
+            base=self.base, num_blocks=self.num_blocks, block_stride=self.block_stride, page_nbytes=self.page_nbytes
+        )
         if self.base <= 0:
             raise LayoutError(f"the base address of a tensor is {self.base}: give the address of its first page")
         if self.num_blocks < 1 or self.page_nbytes < 1:
             raise LayoutError(
                 f"a tensor has {self.num_blocks} blocks of {self.page_nbytes} bytes: give at least one of each"
+            )
+        if self.block_stride < 0:
+            raise LayoutError(
+                f"the block stride of a tensor is {self.block_stride}: describe it from its lowest address upwards"
+            )
+        if self.base + (self.num_blocks - 1) * self.block_stride + self.page_nbytes >= _MAX_ADDRESS:
+            raise LayoutError(
+                f"{self.num_blocks} blocks from address {self.base:#x}, {self.block_stride} bytes apart, reach beyond "
+                "what can be addressed: check base, number of blocks and stride"
             )
         if self.num_blocks > 1 and self.block_stride < self.page_nbytes:
             raise LayoutError(
@@ -62,8 +77,15 @@ class GroupLayout:
     tensors: tuple[TensorPages, ...]
     tokens_per_block: int
     blocks_per_chunk: int = 1
+    tensor_owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    """What keeps the tensors alive: as long as a copy of this group is queued or running, so are they."""
 
     def __post_init__(self) -> None:
+        check_whole_numbers(tokens_per_block=self.tokens_per_block, blocks_per_chunk=self.blocks_per_chunk)
+        if not isinstance(self.tensors, tuple):
+            raise LayoutError(
+                f"the tensors of a group are a {type(self.tensors).__name__}: give a tuple of TensorPages"
+            )
         if self.blocks_per_chunk < 1:
             raise LayoutError(f"blocks_per_chunk is {self.blocks_per_chunk}: give 1 or more")
         if self.tokens_per_block < 1 or self.tokens_per_block % self.blocks_per_chunk:
@@ -114,14 +136,13 @@ class GroupLayout:
 class BlockLayout:
     """Describe all groups of an engine's device tensors.
 
-    Build it with `from_tensors` or from explicit `GroupLayout` records. It keeps the tensors passed to `from_tensors`
-    alive; with explicit addresses the caller does that. Immutable; any thread may read it.
+    Build it with `from_tensors`, which keeps the tensors alive, or from explicit `GroupLayout` records, whose
+    `tensor_owners` do. Immutable; any thread may read it.
     """
 
     groups: tuple[GroupLayout, ...]
     on_host: bool = True
     """Whether the tensors lie in memory that the CPU reads and writes itself."""
-    tensor_owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -146,14 +167,18 @@ class BlockLayout:
         `content` names what dtype and shape do not tell (head order, packing, quantisation).
         Raises `LayoutError` for what cannot be described so.
         """
-        views = [read_tensor(tensor) for tensor in tensors]
+        if hasattr(tensors, "__dlpack__"):
+            raise LayoutError("one tensor was given: pass a list of tensors, also for a single one")
+        check_whole_numbers(block_axis=block_axis)
+        owners = tuple(tensors)
+        views = [read_tensor(tensor) for tensor in owners]
         if not views:
             raise LayoutError("no tensors were given: pass at least one")
         if len({view.on_cpu for view in views}) > 1:
             raise LayoutError("some tensors lie in host memory and some on a GPU: describe them with one layout each")
         pages = [page for view in views for page in _pages_of(view, block_axis, content)]
-        group = GroupLayout(tuple(pages), tokens_per_block=tokens_per_block, blocks_per_chunk=blocks_per_chunk)
-        return cls((group,), on_host=views[0].on_cpu, tensor_owners=tuple(tensors))
+        group = GroupLayout(tuple(pages), tokens_per_block, blocks_per_chunk, tensor_owners=owners)
+        return cls((group,), on_host=views[0].on_cpu)
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -170,6 +195,13 @@ class BlockLayout:
                 fields[f"{index}.{number}.page_nbytes"] = tensor.page_nbytes
                 fields[f"{index}.{number}.content"] = tensor.content
         return namespace_digest(fields)
+
+
+def check_whole_numbers(**values: object) -> None:
+    """Raise `LayoutError` for a value that is not a whole number, by its name."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise LayoutError(f"{name} is {value!r}: give a whole number")
 
 
 def _pages_of(view: TensorView, block_axis: int, content: str) -> Iterable[TensorPages]:

@@ -15,6 +15,7 @@ from kvmoor.errors import RequestError
 from kvmoor.index.block_index import BlockIndex
 from kvmoor.index.lease import LoadLease, StoreLease
 from kvmoor.observation import BlocksEvicted, Observer, SilentObserver, StoreDeclined, notify
+from kvmoor.process_end import register
 from kvmoor.transfer_messages import Order, OrderId, OrderKind, OrderPart, Outcome, Report, SlotRange
 
 
@@ -55,10 +56,22 @@ class Coordinator:
         self._observer = observer or SilentObserver()
         # Guards the index, the orders and the counters.
         self._lock = threading.Lock()
+        self._num_groups = num_groups
         self._index = BlockIndex(num_groups)
         self._orders: dict[OrderId, StoreLease | LoadLease] = {}
+        self._loading: set[LoadLease] = set()  # leases that an order holds, so that nobody else can end them
+        self._inherited = False
+        register(self, forked=self._forked)
         self._last_order_id = 0
         self._stored = self._loaded = self._declined = self._unknown_reports = 0
+
+    def _forked(self) -> None:
+        """Know nothing in a forked child: blocks and leases are the parent's, and perhaps caught in mid-change."""
+        self._lock = threading.Lock()
+        self._index = BlockIndex(self._num_groups)
+        self._orders = {}
+        self._loading = set()
+        self._inherited = True
 
     def publish(self, ranges: Iterable[SlotRange]) -> None:
         """Take slots into use that the worker has made ready."""
@@ -69,8 +82,8 @@ class Coordinator:
     def prepare_store(self, keys: Sequence[BlockKey]) -> StoreDecision:
         """Reserve slots for the blocks that are not known yet, all of them or none; evicts others if it has to.
 
-        The order has to be resolved: by `handle_report`, or by `abort` if it was never submitted. Raises `RequestError`
-        for duplicate keys or a group that does not exist.
+        The order has to be resolved: by `handle_report`, or by `withdraw` if it was never submitted. Raises
+        `RequestError` for duplicate keys or a group that does not exist.
         """
         with self._lock:
             lease = self._index.prepare_store(keys)
@@ -94,32 +107,38 @@ class Coordinator:
         with self._lock:
             return self._index.match(keys)
 
-    def keep(self, lease: LoadLease, num_blocks: int) -> None:
-        """Give back all but the first `num_blocks` blocks of a match."""
+    def is_free(self, lease: LoadLease) -> bool:
+        """Say whether a match can still be loaded: nobody has released it, and no order holds it."""
         with self._lock:
+            return not (self._inherited or lease.resolved or lease in self._loading)
+
+    def keep(self, lease: LoadLease, num_blocks: int) -> None:
+        """Give back all but the first `num_blocks` blocks of a match that is free."""
+        with self._lock:
+            self._check_free(lease)
             lease.keep(num_blocks)
 
     def release(self, lease: LoadLease) -> None:
-        """Give back a match that is not loaded."""
+        """Give back a match; does nothing if it is not free."""
         with self._lock:
-            self._index.abort(lease)
+            if not (self._inherited or lease.resolved or lease in self._loading):
+                self._index.abort(lease)
 
     def prepare_load(self, lease: LoadLease) -> Order:
-        """Turn a match into an order, which then holds the lease. Resolved like that of a store."""
+        """Turn a match that is free into an order, which then holds the lease. Resolved like that of a store."""
         with self._lock:
-            if lease.resolved:
-                raise RequestError("this match was released or loaded already: match the keys again")
+            self._check_free(lease)
+            self._loading.add(lease)
             return self._order(OrderKind.SLOT_TO_DEVICE, lease)
 
-    def abort(self, order_id: OrderId) -> None:
-        """Undo a store order that was never submitted: nothing was copied and nothing becomes visible."""
+    def withdraw(self, order_id: OrderId) -> None:
+        """Undo an order that was never submitted: nothing of a store becomes visible, and a match is free again."""
         with self._lock:
-            self._index.abort(self._orders.pop(order_id))
-
-    def withdraw_load(self, order_id: OrderId) -> None:
-        """Undo a load order that was never submitted: its match is leased as before."""
-        with self._lock:
-            del self._orders[order_id]
+            lease = self._orders.pop(order_id, None)
+            if isinstance(lease, StoreLease):
+                self._index.abort(lease)
+            elif lease is not None:
+                self._loading.discard(lease)
 
     def handle_report(self, report: Report) -> int:
         """Act on the end of an order and return how many blocks it had; unknown orders are counted and ignored."""
@@ -167,6 +186,12 @@ class Coordinator:
         with self._lock:
             self._index.check_invariants()
 
+    def _check_free(self, lease: LoadLease) -> None:
+        if lease.owner is not self._index:
+            raise RequestError("this match is of another offloader: load it with the one that gave it")
+        if lease.resolved or lease in self._loading:
+            raise RequestError("this match was loaded or released already: match the keys anew")
+
     def _order(self, kind: OrderKind, lease: StoreLease | LoadLease) -> Order:
         self._last_order_id += 1
         slots: dict[int, list[int]] = {}
@@ -192,6 +217,7 @@ class Coordinator:
             return  # the copy may still read the slots, so the lease stays
         if outcome is Outcome.DONE:
             self._loaded += len(lease.keys)
+        self._loading.discard(lease)
         self._index.complete(lease)
 
     def _why_no_room(self) -> str:

@@ -8,8 +8,8 @@ with Offloader(layout, host_memory="8GiB", device=CpuDevice()) as offloader:
 """
 
 import logging
-import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,15 +22,19 @@ from kvmoor.block_key import BlockKey
 from kvmoor.block_layout import BlockLayout
 from kvmoor.byte_sizes import parse_nbytes
 from kvmoor.coordinator import Coordinator, CoordinatorStatistics
+from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.device import Device, DeviceEvent
 from kvmoor.errors import ClosedError, RequestError, SettingsError
 from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
 from kvmoor.host_memory.limits import read_memory_limits
+from kvmoor.host_memory.numa import NumaChoice
 from kvmoor.index.lease import LoadLease
 from kvmoor.observation import Observer, SilentObserver
-from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome
+from kvmoor.process_end import register
+from kvmoor.transfer_messages import OrderId, OrderKind, Outcome, Report
 from kvmoor.transfers.copy_plan import device_blocks_by_group
-from kvmoor.worker import CloseReport, TransferWorker, WorkerStatistics
+from kvmoor.worker import TransferWorker
+from kvmoor.worker_reports import CloseReport, WorkerStatistics
 
 _log = logging.getLogger("kvmoor")
 
@@ -85,13 +89,13 @@ class OffloaderStatistics:
 class Match:
     """The longest ready prefix of some keys. Its blocks stay where they are until it is loaded or released.
 
-    A context manager: leaving it releases a match that was not loaded.
+    A context manager: leaving it releases a match that was not loaded. Any thread may use it, one of them loads it.
     """
 
     def __init__(self, coordinator: Coordinator, lease: LoadLease) -> None:
         self._coordinator = coordinator
-        self._lease = lease
-        self._loaded = False
+        self.lease = lease
+        """What holds the blocks; for `Offloader.submit_load`."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,44 +106,26 @@ class Match:
         self.release()
 
     def __repr__(self) -> str:
-        state = "loaded" if self._loaded else "released" if self._lease.resolved else "leased"
+        state = "leased" if self._coordinator.is_free(self.lease) else "loaded or released"
         return f"<Match of {self.num_blocks} blocks, {state}>"
 
     @property
     def keys(self) -> tuple[BlockKey, ...]:
         """Return the keys of the matched blocks, a prefix of those asked for."""
-        return tuple(self._lease.keys)
+        return tuple(self.lease.keys)
 
     @property
     def num_blocks(self) -> int:
         """Return how many blocks matched."""
-        return len(self._lease.keys)
+        return len(self.lease.keys)
 
     def keep(self, num_blocks: int) -> None:
         """Release all but the first `num_blocks` blocks. Raises `RequestError` once the match is loaded or released."""
-        self._refuse_if_used()
-        self._coordinator.keep(self._lease, num_blocks)
+        self._coordinator.keep(self.lease, num_blocks)
 
     def release(self) -> None:
         """Give the blocks back; does nothing once the match is loaded or released."""
-        if not self._loaded and not self._lease.resolved:
-            self._coordinator.release(self._lease)
-
-    def prepare_load(self) -> Order:
-        """Hand the lease to a load order; used by `Offloader.submit_load`."""
-        self._refuse_if_used()
-        order = self._coordinator.prepare_load(self._lease)
-        self._loaded = True
-        return order
-
-    def withdraw_load(self, order: Order) -> None:
-        """Take the lease back from an order that could not be submitted."""
-        self._coordinator.withdraw_load(order.order_id)
-        self._loaded = False
-
-    def _refuse_if_used(self) -> None:
-        if self._loaded or self._lease.resolved:
-            raise RequestError(f"{self!r} cannot be used again: match the keys anew")
+        self._coordinator.release(self.lease)
 
 
 class Offloader:
@@ -159,38 +145,51 @@ class Offloader:
         job_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
         mapping: Literal["background", "eager"] = "background",
+        pin: Literal["background", "eager", "off"] = "background",
         memory_check: Literal["refuse", "warn"] = "refuse",
+        numa: NumaChoice = "auto",
+        huge_pages: Literal["auto", "off"] = "auto",
     ) -> None:
         """Plan the host memory, then open it.
 
         `host_memory`: bytes, or "64GB" / "64GiB". `job_timeout_s`: when a copy is given up. `mapping`: with
-        "background" slots become usable slab after slab while the engine works, "eager" maps all of them first.
+        "background" slots become usable slab after slab while the engine works, "eager" maps all of them first. `pin`
+        says the same of page-locking, and "off" that there is none; what is not page-locked is copied through a small
+        ring. It concerns devices that have a registrar. `numa` ("auto", "off", "interleave" or a node) and `huge_pages`
+        say where memory is taken from; what cannot be had is done without, and the plan says so.
         Raises `SettingsError` or `NoRoomError` before anything is allocated.
         """
-        self._layout = layout
-        self._close_timeout_s = close_timeout_s
         observer = observer or SilentObserver()
         with ExitStack() as opened:
             opened.callback(device.close, 0.0)
-            for option, seconds in (("job_timeout_s", job_timeout_s), ("close_timeout_s", close_timeout_s)):
-                if not 0 < seconds < math.inf:
-                    raise SettingsError(
-                        f"{option} is {seconds}: give a positive number of seconds, every wait has an end"
-                    )
+            if not isinstance(layout, BlockLayout):
+                raise SettingsError(f"the layout is a {type(layout).__name__}: build one with BlockLayout.from_tensors")
+            self._layout = layout
+            job_timeout_s = checked_timeout(job_timeout_s, option="job_timeout_s", at_least=0.001, error=SettingsError)
+            self._close_timeout_s = checked_timeout(close_timeout_s, option="close_timeout_s", error=SettingsError)
             nbytes = parse_nbytes(host_memory, option="host_memory")
-            self._plan = plan_arena(layout, nbytes, limits=read_memory_limits(), memory_check=memory_check)
+            self._plan = plan_arena(
+                layout,
+                nbytes,
+                limits=read_memory_limits(),
+                memory_check=memory_check,
+                numa=numa,
+                huge_pages=huge_pages,
+            )
             _log.info("%s", self._plan.describe())
             opened.pop_all()  # from here on the worker closes the device
             self._coordinator = Coordinator(len(layout.groups), observer=observer)
             self._worker = TransferWorker(
-                layout, self._plan, device, observer=observer, job_timeout_s=job_timeout_s, mapping=mapping
+                layout, self._plan, device, observer=observer, job_timeout_s=job_timeout_s, mapping=mapping, pin=pin
             )
-            opened.callback(self._worker.close, close_timeout_s)
+            opened.callback(self._worker.close, self._close_timeout_s)
             self._worker.arena.wait_published(FIRST_SLOTS_TIMEOUT_S)
             opened.pop_all()
-        # Held while reports go from the worker to the coordinator, so that they arrive in order; guards `_results`.
+        # Held while reports go from the worker to the coordinator, so that they arrive in order; guards both below.
         self._reports_lock = threading.Lock()
+        self._reports: deque[Report] = deque()
         self._results: list[TransferResult] = []
+        register(self, forked=self._forked)
 
     def __enter__(self) -> Self:
         return self
@@ -223,6 +222,7 @@ class Offloader:
         engine's stream as of this call; the device blocks may not change before the job's result. All new blocks are
         taken, or none. Raises `RequestError` for bad keys or ids, with nothing changed.
         """
+        keys = _checked_keys(keys)
         worker = self._worker_for(len(keys))
         blocks = device_blocks_by_group(self._layout, [key.group for key in keys], block_ids)
         decision = self._coordinator.prepare_store(keys)
@@ -235,14 +235,14 @@ class Offloader:
         except BaseException:
             # An interrupt can strike behind the queueing; then the report resolves the order, since the copy may run.
             if not worker.may_touch(order.order_id):
-                self._coordinator.abort(order.order_id)
+                self._coordinator.withdraw(order.order_id)
             raise
         return StoreSubmission(order.order_id, len(keys) - decision.num_known, decision.num_known)
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Find the longest prefix of `keys` that is in host memory, and lease it until it is loaded or released."""
         self._worker_for(1)
-        return Match(self._coordinator, self._coordinator.match(keys))
+        return Match(self._coordinator, self._coordinator.match(_checked_keys(keys)))
 
     def submit_load(
         self, match: Match, block_ids: ArrayLike, *, wait_for: DeviceEvent | None = None, expedited: bool = False
@@ -253,30 +253,40 @@ class Offloader:
         them before the job's result; after an ABANDONED result they stay withheld until the SETTLED one. `expedited`
         loads do not queue behind others. Raises `RequestError`, with the match as it was.
         """
+        if not isinstance(match, Match):
+            raise RequestError(f"the match is a {type(match).__name__}: give what `match` returned")
         worker = self._worker_for(match.num_blocks)
         blocks = device_blocks_by_group(self._layout, [key.group for key in match.keys], block_ids)
-        order = match.prepare_load()
+        order = self._coordinator.prepare_load(match.lease)
         try:
             worker.submit(order, blocks, wait_for=wait_for, expedited=expedited)
         except BaseException:
             if not worker.may_touch(order.order_id):
-                match.withdraw_load(order)
+                self._coordinator.withdraw(order.order_id)
             raise
         return order.order_id
 
     def poll_results(self) -> list[TransferResult]:
-        """Return what ended since the last call, stores and loads alike. Never blocks; works after `close` as well."""
+        """Return what ended since the last call, stores and loads alike. Never blocks; works after `close` as well.
+
+        Call it as long as jobs are submitted: results are kept until it is called.
+        """
         self._catch_up()
         with self._reports_lock:
             results, self._results = self._results, []
         return results
 
-    def wait(self, job_ids: Iterable[OrderId], timeout_s: float) -> None:
+    def wait(self, job_ids: Iterable[OrderId | None], timeout_s: float) -> None:
         """Return once these jobs touch nothing any more; their results still come out of `poll_results`.
 
-        Raises `TransferTimeoutError` at the deadline: their device blocks must not be reused then.
+        None, the id of a store that had nothing to copy, is over. Raises `TransferTimeoutError` at the deadline: the
+        device blocks of these jobs must not be reused then.
         """
-        self._worker.wait(job_ids, timeout_s)
+        self._worker.wait([job_id for job_id in job_ids if job_id is not None], timeout_s)
+
+    def note_step(self) -> None:
+        """Take note that the engine begins a step, so that page-locking keeps out of its way. Takes a microsecond."""
+        self._worker.note_step()
 
     def reset(self) -> None:
         """Forget every block, stores in flight included: what was computed with other weights must not return."""
@@ -289,11 +299,17 @@ class Offloader:
     def close(self, timeout_s: float | None = None) -> OffloaderCloseReport:
         """End by the deadline (`close_timeout_s` if none is given) and report what could not be given back.
 
-        See `TransferWorker.close`. Closing twice does no harm.
+        See `TransferWorker.close`. Closing twice does no harm; a second thread waits for the first one's report, and
+        gets a `BusyError` if its own time is up before.
         """
         report = self._worker.close(self._close_timeout_s if timeout_s is None else timeout_s)
         self._catch_up()
         return OffloaderCloseReport(report, tuple(self._coordinator.unresolved_keys()))
+
+    def _forked(self) -> None:
+        """Be closed in a forked child, as the worker is; results are the parent's."""
+        self._reports_lock = threading.Lock()
+        self._results = []
 
     def _worker_for(self, num_blocks: int) -> TransferWorker:
         if self._worker.closed:
@@ -307,7 +323,9 @@ class Offloader:
         """Take note of new slots and ended jobs, so that every decision rests on what is true now."""
         with self._reports_lock:
             self._coordinator.publish(self._worker.take_published())
-            for report in self._worker.poll_reports():
+            self._reports.extend(reports := self._worker.take_reports())
+            while self._reports:
+                report = self._reports[0]  # taken off when it is dealt with, so that an interrupt loses none
                 num_blocks = self._coordinator.handle_report(report)
                 self._results.append(
                     TransferResult(
@@ -320,3 +338,16 @@ class Offloader:
                         reason=report.reason,
                     )
                 )
+                self._reports.popleft()
+        self._worker.observe(reports)
+
+
+def _checked_keys(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
+    try:
+        found = tuple(keys)
+    except TypeError as error:
+        raise RequestError(f"keys are a {type(keys).__name__}: give a sequence of BlockKey objects") from error
+    for position, key in enumerate(found):
+        if not isinstance(key, BlockKey):
+            raise RequestError(f"key {position} is a {type(key).__name__}: give BlockKey objects")
+    return found

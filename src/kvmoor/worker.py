@@ -1,80 +1,49 @@
 """The half that moves bytes: it owns the device, the lanes and the arena, and it always closes.
 
-    orders  ->  submit()  ->  lane (store | load | expedited load)  ->  device queue
+    orders  ->  submit()  ->  lane (store | load | expedited load)  ->  [staging ring]  ->  device queue
     reports <-  poll_reports()  <-  completion word of each lane
+
+A ring takes part only where the device does not reach a slot itself.
 
 Closing ends by its deadline whatever the device does. Memory that a copy may still touch is never unmapped: it is
 quarantined, which means kept until the process ends, and the report of `close` says so.
 """
 
+import itertools
 import logging
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
 
 from kvmoor.block_layout import BlockLayout
+from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.device import Device, DeviceEvent, Direction
 from kvmoor.errors import BusyError, ClosedError, RequestError, TransferTimeoutError
-from kvmoor.host_memory.arena import Arena, ArenaStatistics
+from kvmoor.host_memory.arena import PAUSE_TIMEOUT_S, Arena
 from kvmoor.host_memory.arena_plan import ArenaPlan
+from kvmoor.host_memory.slab_memory import Backing
+from kvmoor.host_memory.slab_registration import Pin
+from kvmoor.host_memory.status_segment import StatusSegment
+from kvmoor.host_memory.ticket import ArenaTicket, make_ticket
 from kvmoor.observation import LaneBroke, Observer, SilentObserver, TransferEnded, notify
-from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome, Report, SlotRange
-from kvmoor.transfers.copy_plan import DeviceBlocks, plan_copies
+from kvmoor.process_end import register
+from kvmoor.transfer_messages import Order, OrderId, OrderKind, OrderPart, Outcome, Report, SlotRange
+from kvmoor.transfers.copy_plan import CopyPlan, DeviceBlocks, plan_copies
 from kvmoor.transfers.lane import TransferLane
+from kvmoor.transfers.staging import STAGING_NBYTES, Staging
 from kvmoor.transfers.transfer import Transfer, TransferState
+from kvmoor.worker_reports import CloseReport, CloseStep, WorkerStatistics
 
 _log = logging.getLogger("kvmoor")
 
 QUEUE_CLOSE_TIMEOUT_S: Final = 0.03
 """What ending a queue may take once the deadline has passed: enough for a thread that only has to see its stop flag."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseStep:
-    """One step of closing: `proven` if nothing it stands for can touch memory any more, `error` if it raised."""
-
-    name: str
-    proven: bool
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseReport:
-    """Tell how closing went.
-
-    `quarantined_nbytes` of host memory stay mapped until the process ends, because the jobs in `unproven_jobs` may
-    still touch them; `reason` says why. Both are empty after a close that gave everything back.
-    """
-
-    seconds: float
-    steps: tuple[CloseStep, ...]
-    quarantined_nbytes: int = 0
-    unproven_jobs: tuple[OrderId, ...] = ()
-    reason: str = ""
-
-    @property
-    def graceful(self) -> bool:
-        """Say whether everything was given back."""
-        return self.quarantined_nbytes == 0 and all(step.proven and not step.error for step in self.steps)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatistics:
-    """Counts since the worker opened. `running` and `abandoned` are jobs now; the rest are totals."""
-
-    running: int
-    abandoned: int
-    done: int
-    failed: int
-    given_up: int
-    stored_nbytes: int
-    loaded_nbytes: int
-    arena: ArenaStatistics
+_worker_numbers: Final = itertools.count(1)
 
 
 class TransferWorker:
@@ -93,9 +62,20 @@ class TransferWorker:
         observer: Observer | None = None,
         job_timeout_s: float = 30.0,
         mapping: Literal["background", "eager"] = "background",
+        pin: Pin = "background",
+        staging_nbytes: int = STAGING_NBYTES,
+        backing: Backing = Backing.ANONYMOUS,
+        engine_id: str = "",
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the lanes and the arena. Raises `LayoutError` if the device cannot reach the layout's tensors."""
+        """Open the lanes and the arena. Raises `LayoutError` if the device cannot reach the layout's tensors.
+
+        `mapping` and `pin` are the arena's; without a `Device.registrar` nothing is pinned. `staging_nbytes` is what
+        staging may take in each direction; it is taken when needed, a slot of the largest group for each lane at least.
+        `backing` MEMFD is for an arena that other processes read (`ticket`). `engine_id` and `rank` name the status
+        segment, by which others find this worker; without them it is named after the process.
+        """
         self._layout = layout
         self._device = device
         self._observer = observer or SilentObserver()
@@ -106,23 +86,43 @@ class TransferWorker:
         # Held by the one thread that closes.
         self._close_lock = threading.Lock()
         self._closing = False
+        self._inherited = False
         self._close_report: CloseReport | None = None
         self._done = self._failed = self._given_up = 0
         self._moved_nbytes = dict.fromkeys(OrderKind, 0)
+        self._filling: dict[OrderId, tuple[OrderPart, ...]] = {}  # what running stores write to
+        self._staging = Staging(device, layout)
         with ExitStack() as opened:
             opened.callback(device.close, QUEUE_CLOSE_TIMEOUT_S)
             device.check_layout(layout)
-            self._arena = Arena(plan, mapping=mapping, observer=self._observer)
+            engine_id = engine_id or f"process-{os.getpid()}-{next(_worker_numbers)}"
+            self._status = StatusSegment(plan, layout, engine_id=engine_id, rank=rank)
+            opened.callback(self._status.close)
+            self._arena = Arena(
+                plan,
+                backing=backing,
+                mapping=mapping,
+                pin=pin,
+                registrar=device.registrar,
+                observer=self._observer,
+                name=f"{engine_id}:{rank}",
+            )
             opened.callback(self._arena.close, QUEUE_CLOSE_TIMEOUT_S)
-            self._store_lane = self._open_lane(opened, "store", Direction.DEVICE_TO_HOST)
-            self._load_lane = self._open_lane(opened, "load", Direction.HOST_TO_DEVICE)
-            self._expedited_lane = self._open_lane(opened, "expedited load", Direction.HOST_TO_DEVICE)
+            self._store_lane = self._open_lane(opened, "store", Direction.DEVICE_TO_HOST, staging_nbytes)
+            # A ring for each load lane, or an expedited load would wait for the others after all.
+            self._load_lane = self._open_lane(opened, "load", Direction.HOST_TO_DEVICE, staging_nbytes // 2)
+            self._expedited_lane = self._open_lane(
+                opened, "expedited load", Direction.HOST_TO_DEVICE, staging_nbytes // 2
+            )
             opened.pop_all()
-        self._lanes = (self._store_lane, self._load_lane, self._expedited_lane)
+        self._lanes: tuple[TransferLane, ...] = (self._store_lane, self._load_lane, self._expedited_lane)
+        self._at_exit = register(self, close=self.close)
+        register(self, forked=self._forked)
 
-    def _open_lane(self, opened: ExitStack, name: str, direction: Direction) -> TransferLane:
+    def _open_lane(self, opened: ExitStack, name: str, direction: Direction, staging_nbytes: int) -> TransferLane:
         queue = self._device.open_copy_queue(name, direction)
         opened.callback(queue.close, QUEUE_CLOSE_TIMEOUT_S)
+        queue = self._staging.wrap(queue, name, direction, staging_nbytes)
         return TransferLane(name, queue, clock=self._clock)
 
     def __enter__(self) -> Self:
@@ -162,9 +162,14 @@ class TransferWorker:
 
         The copy starts after `wait_for`; without one, after the work on the engine's stream as of this call. The source
         may not change and the destination may not be read before the report. Raises `RequestError` for blocks or slots
-        that do not exist and `BrokenError` for a broken lane; then nothing was queued.
+        that do not exist, `BusyError` for device blocks that a load which was given up may still write, and
+        `BrokenError` for a broken lane; then nothing was queued.
         """
+        self._check_not_inherited()
         plan = plan_copies(self._layout, order.parts, device_blocks, self._arena.slot_addresses)
+        plan = self._staging.mark(plan, order.parts, self._arena.are_registered)
+        if wait_for is not None and not isinstance(wait_for, DeviceEvent):
+            raise RequestError(f"wait_for is a {type(wait_for).__name__}: give an event of the device, or None")
         event = wait_for if wait_for is not None else self._device.record_event()
         if order.kind is OrderKind.DEVICE_TO_SLOT:
             lane = self._store_lane
@@ -174,6 +179,11 @@ class TransferWorker:
             self._check_open()
             if self._find(order.order_id) is not None:
                 raise RequestError(f"order {order.order_id} is running already: give each order an id of its own")
+            self._refuse_withheld_blocks(plan)
+            if order.kind is OrderKind.DEVICE_TO_SLOT:
+                self._filling[order.order_id] = order.parts
+                for part in order.parts:
+                    self._status.begin_fill(part.group, part.slots)
             lane.submit(order, plan, wait_for=event, timeout_s=self._job_timeout_s)
             broken = lane.broken
         if broken:
@@ -186,20 +196,56 @@ class TransferWorker:
 
     def poll_reports(self) -> list[Report]:
         """Return the reports of orders that ended, or were given up, since the last call. Never blocks."""
+        reports = self.take_reports()
+        self.observe(reports)
+        return reports
+
+    def take_reports(self) -> list[Report]:
+        """Do as `poll_reports` and tell no observer: for who holds a lock, and calls `observe` once it is released."""
         with self._lock:
             reports = [report for lane in self._lanes for report in lane.poll()]
             for report in reports:
                 self._count(report)
-        for report in reports:
-            notify(
-                self._observer,
-                TransferEnded(report.kind, report.outcome, report.nbytes, report.seconds, report.reason),
-            )
+                self._note_filled(report)
+            if not self._closing:
+                self._status.beat()
         return reports
+
+    def observe(self, reports: Iterable[Report]) -> None:
+        """Tell the observer of reports."""
+        for report in reports:
+            event = TransferEnded(report.kind, report.outcome, report.nbytes, report.seconds, report.reason)
+            notify(self._observer, event)
 
     def take_published(self) -> list[SlotRange]:
         """Return the slots that became usable since the last call."""
-        return self._arena.take_published()
+        published = self._arena.take_published()
+        for slots in published:
+            self._status.publish_slots(slots)
+        return published
+
+    def ticket(self) -> ArenaTicket:
+        """Return what a process of this host needs to read the arena (`AttachedArena`); only with `backing` MEMFD."""
+        return make_ticket(self._arena, self._status, self._layout)
+
+    def note_step(self) -> None:
+        """Take note that the engine begins a step, so that page-locking keeps out of its way. Takes a microsecond."""
+        self._arena.note_step()
+
+    def pause_registration(self, timeout_s: float = PAUSE_TIMEOUT_S) -> bool:
+        """Let no page-locking begin before `resume_registration`; say whether none is under way any more.
+
+        See `Arena.pause_registration`: pauses add up.
+        """
+        return self._arena.pause_registration(timeout_s)
+
+    def resume_registration(self) -> None:
+        """End one pause; harmless without one."""
+        self._arena.resume_registration()
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Wait until every slab that is not lost can be copied to directly; False at once if that cannot come true."""
+        return self._arena.wait_registered(timeout_s)
 
     def wait(self, order_ids: Iterable[OrderId], timeout_s: float) -> None:
         """Return once these orders touch neither slots nor device blocks any more; unknown ids are over.
@@ -207,7 +253,8 @@ class TransferWorker:
         Raises `TransferTimeoutError` at the deadline: the blocks must not be reused then. Reports still come out of
         `poll_reports`.
         """
-        deadline = time.monotonic() + timeout_s
+        self._check_not_inherited()
+        deadline = time.monotonic() + checked_timeout(timeout_s, option="timeout_s")
         for order_id in order_ids:
             with self._lock:
                 found = self._find(order_id)
@@ -233,6 +280,9 @@ class TransferWorker:
                 given_up=self._given_up,
                 stored_nbytes=self._moved_nbytes[OrderKind.DEVICE_TO_SLOT],
                 loaded_nbytes=self._moved_nbytes[OrderKind.SLOT_TO_DEVICE],
+                staged_jobs=self._staging.staged_jobs,
+                staged_nbytes=self._staging.staged_nbytes,
+                staging_ring_nbytes=self._staging.ring_nbytes,
                 arena=self._arena.statistics(),
             )
 
@@ -243,14 +293,24 @@ class TransferWorker:
         stop flag; raises nothing that a step raised, the report has it. A second call returns the same report.
         Raises `BusyError` if another thread is still closing when the time is up.
         """
-        if not self._close_lock.acquire(timeout=max(0.0, timeout_s)):
+        timeout_s = checked_timeout(timeout_s, option="timeout_s")
+        if not self._close_lock.acquire(timeout=timeout_s):
             raise BusyError(f"another thread is closing this worker and is not done after {timeout_s:g} s: wait for it")
         try:
             if self._close_report is None:
                 self._close_report = self._close(timeout_s)
+                self._at_exit.release()
             return self._close_report
         finally:
             self._close_lock.release()
+
+    def _forked(self) -> None:
+        """Be closed in a forked child: device, lanes and arena are the parent's, and their threads are not here."""
+        self._lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._closing = self._inherited = True
+        self._lanes = ()
+        self._close_report = CloseReport(seconds=0.0, steps=())
 
     def _close(self, timeout_s: float) -> CloseReport:
         started = time.monotonic()
@@ -262,6 +322,10 @@ class TransferWorker:
         self._wait_idle(deadline)
         steps = [self._step(f"{lane.name} lane", lane.close, deadline) for lane in self._lanes]
         steps.append(self._step("device", self._device.close, deadline))
+        steps.append(self._step("status segment", self._close_status, deadline))
+        # Not before all is proven: to give memory back may block behind whatever still runs on the device.
+        if all(step.proven for step in steps):
+            steps.append(self._step("staging memory", self._staging.close, deadline))
         if all(step.proven for step in steps):
             steps.append(self._step("arena", self._arena.close, deadline))
         reason = "; ".join(f"{step.name}: {step.error or 'not proven idle'}" for step in steps if not step.proven)
@@ -269,7 +333,7 @@ class TransferWorker:
             return CloseReport(seconds=time.monotonic() - started, steps=tuple(steps))
         # The layout keeps the device tensors alive, the lanes keep the queues: a late copy touches both.
         self._arena.quarantine(reason, keep_alive=(self._layout, self._lanes, self._device))
-        quarantined_nbytes = self._arena.mapped_nbytes
+        quarantined_nbytes = self._arena.mapped_nbytes + self._staging.ring_nbytes
         _log.warning("%d bytes of host memory stay mapped until the process ends: %s", quarantined_nbytes, reason)
         with self._lock:
             unproven = tuple(transfer.order.order_id for lane in self._lanes for transfer in lane.unproven())
@@ -291,6 +355,20 @@ class TransferWorker:
             _log.exception("closing the %s raised; closing goes on", name)
             return CloseStep(name, proven=False, error=f"{type(error).__name__}: {error}")
 
+    def _close_status(self, _timeout_s: float) -> bool:
+        self._status.close()
+        return True
+
+    def _refuse_withheld_blocks(self, plan: CopyPlan) -> None:
+        """Raise `BusyError` for device blocks that a load which was given up may still write."""
+        for lane in (self._load_lane, self._expedited_lane):
+            for transfer in lane.unproven():
+                if transfer.state is TransferState.ABANDONED and plan.shares_device_blocks(transfer.plan):
+                    raise BusyError(
+                        f"order {transfer.order.order_id} was given up and may still write to some of these device "
+                        "blocks: leave them alone until its SETTLED result"
+                    )
+
     def _find(self, order_id: OrderId) -> tuple[TransferLane, Transfer] | None:
         for lane in self._lanes:
             if (transfer := lane.transfer(order_id)) is not None:
@@ -303,6 +381,18 @@ class TransferWorker:
         self._given_up += report.outcome is Outcome.ABANDONED
         self._moved_nbytes[report.kind] += report.nbytes
 
+    def _note_filled(self, report: Report) -> None:
+        """Tell readers which slots are whole: those of a store that is done, and of no other."""
+        parts = self._filling.pop(report.order_id, ())
+        if report.outcome is Outcome.DONE and not self._closing:
+            for part in parts:
+                self._status.complete_fill(part.group, part.slots, report.order_id)
+
+    def _check_not_inherited(self) -> None:
+        if self._inherited:
+            raise ClosedError("the worker belongs to the process that forked this one: open another one here")
+
     def _check_open(self) -> None:
+        self._check_not_inherited()
         if self._closing:
             raise ClosedError("the worker is closed: submit orders before close()")

@@ -77,7 +77,7 @@ def test_a_layout_without_tensors_is_refused() -> None:
         ({"page_nbytes": 0}, "8 blocks of 0 bytes"),
         ({"block_stride": 255}, "pages of 256 bytes lie 255 bytes apart"),
         ({"block_stride": 0}, "lie 0 bytes apart"),
-        ({"block_stride": -256}, "lie -256 bytes apart"),
+        ({"block_stride": -256}, "the block stride of a tensor is -256"),
     ],
 )
 def test_unusable_tensors_are_refused(change: dict[str, int], message: str) -> None:
@@ -227,7 +227,7 @@ def test_axes_before_the_block_axis_are_pages_of_their_own() -> None:
         (np.zeros((4, 8, 2), np.uint8).transpose(0, 2, 1), 0, "not contiguous behind axis 0"),
         (np.zeros((4, 8, 4), np.uint8)[:, :, :2], 0, "not contiguous behind axis 0"),
         (np.zeros((4, 8), np.uint8)[:, ::-1], 0, "not contiguous behind axis 0"),
-        (np.zeros((4, 8), np.uint8)[::-1], 0, "lie -8 bytes apart"),
+        (np.zeros((4, 8), np.uint8)[::-1], 0, "the block stride of a tensor is -8"),
         (np.zeros((4, 0), np.uint8), 0, r"a tensor has shape \(4, 0\) and no bytes"),
         (np.zeros((0, 4), np.uint8), 0, r"a tensor has shape \(0, 4\) and no bytes"),
         (np.array(1, np.uint8), 0, "block_axis is 0 for a tensor of shape"),
@@ -257,11 +257,11 @@ def test_a_tensor_named_twice_is_refused() -> None:
 
 
 def test_a_layout_keeps_its_tensors_alive() -> None:
-    """Tensors given to from_tensors live as long as the layout, and do not take part in comparisons."""
+    """Tensors given to from_tensors live as long as their group, and do not take part in comparisons."""
     tensor = np.zeros((4, 8), np.uint8)
-    layout = BlockLayout.from_tensors([tensor], block_axis=0, tokens_per_block=16)
+    layout = BlockLayout.from_tensors((each for each in [tensor]), block_axis=0, tokens_per_block=16)
 
-    assert layout.tensor_owners[0] is tensor
+    assert layout.groups[0].tensor_owners[0] is tensor
     assert layout.on_host
     assert layout == BlockLayout(layout.groups)
     assert hash(layout) == hash(BlockLayout(layout.groups))

@@ -19,7 +19,6 @@ from kvmoor.testing import ScriptedCopies
 
 STORE, LOAD = Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE
 WAIT_S = 30.0
-LARGE_PAGE_NBYTES = 256 * 1024  # five of them are enough for a job that is shared
 
 
 class Blocks(DeviceBlocks):
@@ -65,6 +64,12 @@ class Event:
 @pytest.fixture
 def blocks() -> Blocks:
     return Blocks()
+
+
+@pytest.fixture
+def six_blocks_are_shared(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs of six blocks be large enough for a second thread, and no smaller ones."""
+    monkeypatch.setattr("kvmoor.devices.cpu._SHARED_NBYTES", 6 * blocks.group.block_nbytes)
 
 
 def kvmoor_threads() -> set[str]:
@@ -233,27 +238,27 @@ def test_a_failure_is_known_before_the_job_is_over(blocks: Blocks, monkeypatch: 
     assert [7] == [sequence for seen in failures for sequence in seen]
 
 
-def test_large_jobs_are_shared_and_small_ones_are_not() -> None:
-    """Two threads copy one large job at the same time; a small job keeps to the queue's own thread."""
+def test_large_jobs_are_shared_and_small_ones_are_not(blocks: Blocks, six_blocks_are_shared: None) -> None:
+    """A small job keeps to the queue's own thread and wakes no other; two threads copy a large one at the same time."""
     meet = threading.Barrier(2)
-    seen: dict[int, set[str]] = {1: set(), 2: set()}
+    seen: set[str] = set()
 
     def hook(copy: HostCopy) -> None:
-        first_of_its_thread = threading.current_thread().name not in seen[copy.sequence]
-        seen[copy.sequence].add(threading.current_thread().name)
-        if copy.sequence == 1 and first_of_its_thread:
+        name = threading.current_thread().name
+        if copy.sequence == 2 and name not in seen:
+            seen.add(name)
             meet.wait(WAIT_S)
 
-    blocks = Blocks(LARGE_PAGE_NBYTES, 1)
     with CpuDevice(copy_threads=2, copy_hook=hook) as device:
         queue = device.open_copy_queue("store", STORE)
-        queue.enqueue(blocks.copies(1, 2, 3, 4, 5, 6), 1, None)
-        queue.enqueue(blocks.copies(7, 8, 9), 2, None)
+        queue.enqueue(blocks.copies(1, 2, 3, 4, 5), 1, None)
+        assert finish(queue, 1) is None
+        assert {"kvmoor-store"} == kvmoor_threads()
+        queue.enqueue(blocks.copies(6, 7, 8, 9, 10, 11), 2, None)
         assert finish(queue, 2) is None
-        assert queue.failure(1) is None
 
-    assert {1: {"kvmoor-store", "kvmoor-store-helper-1"}, 2: {"kvmoor-store"}} == seen
-    blocks.assert_stored(*range(1, 10))
+    assert {"kvmoor-store", "kvmoor-store-helper-1"} == seen
+    blocks.assert_stored(*range(1, 12))
 
 
 def on_helper(act: Callable[[], None]) -> Callable[[HostCopy], None]:
@@ -269,13 +274,12 @@ def on_helper(act: Callable[[], None]) -> Callable[[HostCopy], None]:
     return hook
 
 
-def test_a_failure_of_a_helper_fails_the_job() -> None:
+def test_a_failure_of_a_helper_fails_the_job(blocks: Blocks, six_blocks_are_shared: None) -> None:
     """A job is failed if any part of it is, and over once all parts are; the next job is whole."""
 
     def fail() -> None:
         raise OSError("helper")
 
-    blocks = Blocks(LARGE_PAGE_NBYTES, 1)
     with CpuDevice(copy_threads=2, copy_hook=on_helper(fail)) as device:
         queue = device.open_copy_queue("store", STORE)
         queue.enqueue(blocks.copies(1, 2, 3, 4, 5, 6), 1, None)
@@ -286,7 +290,7 @@ def test_a_failure_of_a_helper_fails_the_job() -> None:
         np.testing.assert_array_equal(blocks.pattern(7), blocks.slot(7))
 
 
-def test_a_stuck_helper_keeps_its_job_unproven() -> None:
+def test_a_stuck_helper_keeps_its_job_unproven(blocks: Blocks, six_blocks_are_shared: None) -> None:
     """While a helper may still copy, its job is not over and the queue not closed; both are once it ends."""
     stuck, release = threading.Event(), threading.Event()
 
@@ -294,7 +298,6 @@ def test_a_stuck_helper_keeps_its_job_unproven() -> None:
         stuck.set()
         release.wait()
 
-    blocks = Blocks(LARGE_PAGE_NBYTES, 1)
     device = CpuDevice(copy_threads=2, copy_hook=on_helper(hang))
     queue = device.open_copy_queue("store", STORE)
     queue.enqueue(blocks.copies(1, 2, 3, 4, 5, 6), 1, None)

@@ -1,5 +1,6 @@
 """The documents of the demo: what they are, and how a user's own text is read."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,19 @@ def test_own_document_is_the_whole_file(tmp_path: Path) -> None:
 
 
 def test_own_document_refuses_what_cannot_be_asked(tmp_path: Path) -> None:
-    """A missing file, a folder, an empty file, bytes that are no text and a huge file each get a clear error."""
+    """A missing file, a folder, a pipe, an endless device, an empty file, no text and a huge file get a clear error."""
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("größer".encode("latin-1"))
     (tmp_path / "huge.txt").write_bytes(b"x" * 1_000_001)
     for name, complaint in [
         ("missing.txt", "No such file"),
-        (".", "Is a directory"),
+        (".", "not a plain file"),
+        ("pipe", "not a plain file"),
+        ("/dev/zero", "not a plain file"),
         ("empty.txt", "is empty"),
         ("latin.txt", "not text in UTF-8"),
-        ("huge.txt", "1000001 bytes, too long"),
+        ("huge.txt", "more than 1000000 bytes, too long"),
     ]:
         with pytest.raises(RequestError, match=complaint):
             read_own_document(tmp_path / name)

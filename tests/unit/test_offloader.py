@@ -325,7 +325,7 @@ def test_explicit_addresses_serve_as_well(device_blocks: DeviceBlocks) -> None:
     array = np.zeros((6, 1000), dtype=np.uint8)
     array[:] = np.arange(6, dtype=np.uint8)[:, None] + 1
     pages = TensorPages(array.ctypes.data + 100, num_blocks=6, block_stride=1000, page_nbytes=300)
-    layout = BlockLayout((GroupLayout((pages,), tokens_per_block=4),), tensor_owners=(array,))
+    layout = BlockLayout((GroupLayout((pages,), tokens_per_block=4, tensor_owners=(array,)),))
     with Offloader(layout, host_memory="64KiB", device=CpuDevice()) as offloader:
         submission = offloader.submit_store(content_keys(1), [2])
         assert submission.job_id is not None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmoor.errors import SettingsError
 from kvmoor.settings import cache_directory
 
 
@@ -25,3 +26,16 @@ def test_cache_directory_falls_back_to_home(
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", configured)
     assert tmp_path / ".cache" / "kvmoor" == cache_directory()
+
+
+def test_no_home_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home, as in some containers, is told which variable to set."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+
+    with pytest.raises(SettingsError, match="XDG_CACHE_HOME"):
+        cache_directory()

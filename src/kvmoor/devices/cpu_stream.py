@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvmoor.errors import ClosedError, DeviceError
+from kvmoor.process_end import register
 
 _log = logging.getLogger("kvmoor")
 
@@ -163,6 +164,14 @@ class _Progress:
         self.num_submitted = 0
         self.num_finished = 0
         self.closed = False
+        register(self, forked=self._forked)
+
+    def _forked(self) -> None:
+        """Be closed in a forked child, where the thread does not exist and what was queued is never done."""
+        self.changed = threading.Condition()
+        self.queued.clear()
+        self.wakes = []
+        self.closed = True
 
     def work_off(self) -> None:
         """Run what is queued until the stream is closed and nothing is left: the whole life of the thread."""

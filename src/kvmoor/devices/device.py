@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvmoor.block_layout import BlockLayout, GroupLayout
 from kvmoor.errors import DeviceError
+from kvmoor.registration import Registrar
 
 
 class Direction(Enum):
@@ -25,11 +26,14 @@ class BlockCopies:
 
     `block_ids`: int64 ``[num_blocks * group.blocks_per_chunk]``, device blocks in the order of the blocks.
     `slot_addresses`: int64 ``[num_blocks]``, where each block's slot begins in host memory.
+    `reachable`: bool ``[num_blocks]``, which of these slots the device reaches itself; None: all. For those who stage
+    the others: a device's own queue gets reachable slots only.
     """
 
     group: GroupLayout
     block_ids: NDArray[np.int64]
     slot_addresses: NDArray[np.int64]
+    reachable: NDArray[np.bool_] | None = None
 
 
 @runtime_checkable
@@ -79,11 +83,37 @@ class Device(Protocol):
     def name(self) -> str:
         """Return what the device is, for people: ``"cpu"``, ``"NVIDIA H200"``."""
 
+    @property
+    def registrar(self) -> Registrar | None:
+        """Return what makes host memory reachable for copies; None if they reach plain memory as well.
+
+        It works until the memory it registered is given back, which is after `close`.
+        """
+
     def check_layout(self, layout: BlockLayout) -> None:
         """Raise `LayoutError` for a layout whose tensors this device cannot reach."""
 
     def open_copy_queue(self, name: str, direction: Direction) -> CopyQueue:
         """Open a queue. The caller closes it before the device."""
+
+    def prepare_thread(self) -> None:
+        """Make the calling thread harmless to whoever captures a graph.
+
+        Called first on every thread of kvmoor's that uses `allocate_staging` or a queue, on several at a time.
+        """
+
+    def allocate_staging(self, nbytes: int) -> int:
+        """Return the address, on a 4 KiB boundary, of new host memory that copies reach without being registered.
+
+        Any thread may call. The memory belongs to the caller and is not freed by `close` nor by being forgotten.
+        Raises `NoRoomError`, and `ClosedError` after `close`.
+        """
+
+    def free_staging(self, address: int) -> None:
+        """Give staging memory back, also after `close`.
+
+        Caller: nothing runs on the device any more, since this may block behind it; `close` can prove that.
+        """
 
     def record_event(self) -> DeviceEvent | None:
         """Mark the present end of the engine's current stream; None if all its work is over by the time of the call."""

@@ -81,7 +81,10 @@ class BlockIndex:
         return lease
 
     def match(self, keys: Sequence[BlockKey]) -> LoadLease:
-        """Lease the blocks of the longest prefix of `keys` that is ready throughout; it may be empty."""
+        """Lease the blocks of the longest prefix of `keys` that is ready throughout.
+
+        It may be empty: an empty lease holds nothing, so nobody has to resolve it.
+        """
         self._positions_by_group(keys)
         slots = []
         for key in keys:
@@ -92,7 +95,8 @@ class BlockIndex:
         lease = LoadLease(self, tuple(keys[: len(slots)]), tuple(slots))
         for group, digests, part in self._parts(lease.keys, lease.slots):
             group.lease(digests, part)
-        self._open_leases[lease] = None
+        if slots:
+            self._open_leases[lease] = None
         return lease
 
     def keep(self, lease: Lease, num_blocks: int) -> None:
@@ -106,6 +110,8 @@ class BlockIndex:
         lease.keys, lease.slots = lease.keys[:num_blocks], lease.slots[:num_blocks]
         for group, digests, part in tail:
             group.unlease(digests, part)
+        if not num_blocks:
+            self._open_leases.pop(lease, None)
 
     def complete(self, lease: Lease) -> int:
         """Make the blocks of a store ready, or release those of a load. Returns how many blocks became ready.
@@ -274,7 +280,7 @@ class BlockIndex:
 
     def _resolve(self, lease: Lease, state: LeaseState) -> None:
         self._check_open(lease)
-        del self._open_leases[lease]
+        self._open_leases.pop(lease, None)  # an empty match is not kept
         lease.state = state
 
     def _check_open(self, lease: Lease) -> None:

@@ -27,6 +27,14 @@ class CopyPlan:
     num_blocks: int
     nbytes: int
 
+    def shares_device_blocks(self, other: "CopyPlan") -> bool:
+        """Say whether both name a device block of one group."""
+        return any(
+            mine.group is theirs.group and np.isin(mine.block_ids, theirs.block_ids).any()
+            for mine in self.copies
+            for theirs in other.copies
+        )
+
 
 def device_blocks_by_group(layout: BlockLayout, block_groups: Sequence[int], block_ids: ArrayLike) -> DeviceBlocks:
     """Sort the device block ids of a call by group.
@@ -85,10 +93,13 @@ def plan_copies(
 
 
 def _whole_numbers(block_ids: ArrayLike) -> NDArray[np.int64]:
-    ids = np.asarray(block_ids)
+    try:
+        ids = np.asarray(block_ids)
+    except ValueError as error:
+        raise RequestError("device block ids hold sequences of several lengths: give one flat sequence") from error
     if ids.size == 0:
         return np.empty(0, dtype=np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
         raise RequestError(
             f"device block ids have shape {ids.shape} and type {ids.dtype}: give one flat sequence of whole numbers"
         )

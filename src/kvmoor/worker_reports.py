@@ -1,0 +1,56 @@
+"""What a worker tells about itself: how it closed, and its numbers."""
+
+from dataclasses import dataclass
+
+from kvmoor.host_memory.arena_state import ArenaStatistics
+from kvmoor.transfer_messages import OrderId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """One step of closing: `proven` if nothing it stands for can touch memory any more, `error` if it raised."""
+
+    name: str
+    proven: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """Tell how closing went.
+
+    `quarantined_nbytes` of host memory stay mapped until the process ends, because the jobs in `unproven_jobs` may
+    still touch them; `reason` says why. Both are empty after a close that gave everything back.
+    """
+
+    seconds: float
+    steps: tuple[CloseStep, ...]
+    quarantined_nbytes: int = 0
+    unproven_jobs: tuple[OrderId, ...] = ()
+    reason: str = ""
+
+    @property
+    def graceful(self) -> bool:
+        """Say whether everything was given back."""
+        return self.quarantined_nbytes == 0 and all(step.proven and not step.error for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Counts since the worker opened. `running` and `abandoned` are jobs now; the rest are totals.
+
+    `staged_jobs` had slots that the device does not reach itself, `staged_nbytes` went by way of the rings, which take
+    `staging_ring_nbytes` of host memory now, beside the arena.
+    """
+
+    running: int
+    abandoned: int
+    done: int
+    failed: int
+    given_up: int
+    stored_nbytes: int
+    loaded_nbytes: int
+    staged_jobs: int
+    staged_nbytes: int
+    staging_ring_nbytes: int
+    arena: ArenaStatistics
