@@ -13,7 +13,7 @@ DIFFERENT: Final = 1
 UNUSABLE: Final = 2
 """The command could not run: bad input, something missing, something broken."""
 INTERRUPTED: Final = 130
-"""Ctrl-C, as shells report it."""
+"""Ctrl-C, as shells report it; `kvmoor.cli.signals` ends a whole process that way, and with 143 after SIGTERM."""
 
 
 @contextmanager

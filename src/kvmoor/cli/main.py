@@ -4,6 +4,7 @@ import typer
 
 import kvmoor
 from kvmoor.cli.demo_command import demo
+from kvmoor.cli.signals import exit_on_signals
 
 app = typer.Typer(
     help="Keep the KV-cache blocks of an LLM engine in host memory and bring them back when a prompt returns.",
@@ -23,4 +24,5 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the package. Ends the process with the exit code of the command."""
-    app(prog_name="kvmoor")
+    with exit_on_signals():
+        app(prog_name="kvmoor")

@@ -1,0 +1,27 @@
+"""The table of faults names tests that exist."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"`(?P<path>tests/[^`\s]+\.py)`: (?P<tests>`test_\w+`(?:, `test_\w+`)*)")
+KINDS = re.compile(r"^\| (B\d\d): ", re.MULTILINE)
+
+
+def test_every_test_in_the_table_of_faults_exists() -> None:
+    """Each test that docs/faults.md names is defined in the file it names."""
+    text = (ROOT / "docs" / "faults.md").read_text()
+    named = [
+        (match["path"], test) for match in NAMED.finditer(text) for test in re.findall(r"test_\w+", match["tests"])
+    ]
+    missing = [(path, test) for path, test in named if f"def {test}(" not in (ROOT / path).read_text()]
+    assert [] == missing
+    assert len(named) == len(re.findall(r"`test_\w+`", text))
+
+
+def test_the_table_of_faults_is_complete() -> None:
+    """It has a row for every kind of fault that can be shown without a GPU, in order."""
+    kinds = KINDS.findall((ROOT / "docs" / "faults.md").read_text())
+    opening = [*range(1, 12), 13, 14, 15]
+    closing = [17, 18, 19, 21, 23, 24]
+    assert [f"B{number:02}" for number in opening + closing] == kinds
