@@ -10,7 +10,7 @@ from kvmoor.errors import RequestError
 _TEXT_NAMES: Final = ("moby-dick.txt", "alice-in-wonderland.txt", "origin-of-species.txt")
 _FIELDS: Final = ("Title", "Author", "Year", "Passage", "Question")
 _MAX_PROMPT_NBYTES: Final = 1_000_000
-"""No text of this size fits the model; larger files are not even read."""
+"""No text of this size fits the model; more is not even read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,18 @@ def parse_document(source: str) -> Document:
 def read_own_document(path: Path) -> Document:
     """Read a user's own prompt. Raises `RequestError` for a file that cannot be used, and says why."""
     try:
-        size = path.stat().st_size
-        if size > _MAX_PROMPT_NBYTES:
+        if not path.is_file():
+            # A pipe or a device may have no end; a missing file raises what the system says.
+            path.stat()
+            raise RequestError(f"the prompt file {path} is not a plain file: give a text file")
+        with path.open("rb") as file:
+            content = file.read(_MAX_PROMPT_NBYTES + 1)
+        if len(content) > _MAX_PROMPT_NBYTES:
             raise RequestError(
-                f"the prompt file {path} has {size} bytes, too long for the model: give a few thousand words"
+                f"the prompt file {path} has more than {_MAX_PROMPT_NBYTES} bytes, too long for the model: "
+                "give a few thousand words"
             )
-        text = path.read_text(encoding="utf-8").strip()
+        text = content.decode().strip()
     except OSError as error:
         raise RequestError(f"the prompt file {path} cannot be read ({error.strerror}): give a text file") from error
     except UnicodeDecodeError as error:

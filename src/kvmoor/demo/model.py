@@ -100,7 +100,7 @@ def load_model(package: ModelPackage, *, on_step: Callable[[str], None]) -> Load
     on_step(f"keeping the converted model in {package.converted}")
     try:
         _keep(model, tokenizer, package.converted)
-    except OSError as error:
+    except Exception as error:  # a full disk comes as OSError or as safetensors' own error
         _log.warning(
             "the converted model cannot be kept in %s (%s): the next run converts again", package.converted, error
         )

@@ -7,6 +7,8 @@ from kvmoor.errors import MissingDependencyError
 try:
     from kvmoor.integrations.transformers.prefix_cache import PrefixCache, RestoredPrefix, StoredPrefix
 except ImportError as error:
+    if (error.name or "").startswith("kvmoor"):
+        raise  # a fault of our own, which installing something would not mend
 
     def _found(package: str) -> str:
         try:

@@ -1,6 +1,6 @@
 """The device cache: a fixed number of blocks in torch tensors, and which block of which prompt each of them holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -52,8 +52,8 @@ class BlockPool:
                 )  # [kv_heads, blocks, tokens_per_block, head_dim]
                 mine[list(rows)] = blocks[:, list(positions)].transpose(0, 1)
 
-    def read(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        """Copy rows out, one after the other: states of ``[kv_heads, len(rows) * tokens_per_block, head_dim]``."""
-        with torch.no_grad():
-            chosen = torch.tensor(rows, device=self._states[0].device)
-            return [mine.transpose(0, 1).index_select(1, chosen).flatten(1, 2) for mine in self._states]
+    def read(self, rows: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Copy rows out, one state after the other: ``[kv_heads, len(rows) * tokens_per_block, head_dim]`` each."""
+        chosen = torch.tensor(rows, device=self._states[0].device)
+        for mine in self._states:
+            yield mine.transpose(0, 1).index_select(1, chosen).flatten(1, 2)

@@ -4,7 +4,7 @@ A cache holds keys and values of one layer as ``[batch, kv_heads, tokens, head_d
 for batch size 1, without the batch axis, in the order keys of layer 0, values of layer 0, keys of layer 1, ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -94,11 +94,10 @@ def read_states(cache: Any, num_tokens: int) -> list["torch.Tensor"]:
     return [state[0, :, :num_tokens] for state in _whole_states(cache)]
 
 
-def fill(cache: Any, states: Sequence["torch.Tensor"]) -> None:
+def fill(cache: Any, states: Iterator["torch.Tensor"]) -> None:
     """Put states into an empty cache, as if the model had computed them; leaves it empty if that fails."""
     try:
-        for number in range(len(states) // 2):
-            keys, values = states[2 * number : 2 * number + 2]
+        for number, (keys, values) in enumerate(zip(states, states, strict=True)):
             cache.update(keys.unsqueeze(0), values.unsqueeze(0), number)
     except BaseException:
         cache.reset()

@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvmoor.block_key import BlockKey, prefix_block_keys
+from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.cpu import CpuDevice
 from kvmoor.devices.device import Device
 from kvmoor.errors import (
@@ -47,6 +48,7 @@ from kvmoor.integrations.transformers.cache_objects import (
 from kvmoor.integrations.transformers.model_identity import measure_geometry, model_namespace, refuse_unsupported_model
 from kvmoor.observation import Observer
 from kvmoor.offloader import Offloader, OffloaderCloseReport, OffloaderStatistics
+from kvmoor.process_end import register
 from kvmoor.transfer_messages import OrderId, Outcome
 
 _log = logging.getLogger("kvmoor")
@@ -122,6 +124,7 @@ class PrefixCache:
                 raise SettingsError(
                     f"device_blocks is {device_blocks} and tokens_per_block {tokens_per_block}: give 1 or more of each"
                 )
+            checked_timeout(transfer_timeout_s, option="transfer_timeout_s", at_least=0.001, error=SettingsError)
             refuse_unsupported_model(model)
             self._geometry = measure_geometry(model)
             if device is None:
@@ -144,6 +147,11 @@ class PrefixCache:
         # Rows of the pool that a copy may still touch, by its job: they wait for the result that proves it over.
         self._withheld: dict[OrderId, StoreLease | LoadLease] = {}
         self._closed = False
+        register(self, forked=self._forked)
+
+    def _forked(self) -> None:
+        """Be closed in a forked child, as the offloader is."""
+        self._closed = True
 
     def restore(self, token_ids: Any, cache: Any) -> RestoredPrefix:
         """Fill an empty cache object with the longest known prefix of a prompt, and say how long it is.
