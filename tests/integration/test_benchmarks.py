@@ -36,6 +36,23 @@ def test_the_host_copies_benchmark_speaks_json() -> None:
     assert all(result[name] > 0 for result in report["results"] for name in ("store", "load", "memcpy"))
 
 
+def test_the_bounded_close_benchmark_runs() -> None:
+    """It closes beside everything it names by the deadline, finds nothing left behind, and prints one object."""
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bounded_close.py"), "--quick", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    report = json.loads(ended.stdout)
+
+    assert 0 == ended.returncode, ended.stderr
+    assert 6 == len(report["closes"])
+    assert 4 == sum(close["quarantined_nbytes"] > 0 for close in report["closes"])
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
 def test_every_benchmark_explains_itself(script: str) -> None:
     """Every benchmark opens with its question and prints it with --help."""
