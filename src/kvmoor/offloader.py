@@ -174,6 +174,7 @@ class Offloader:
                 limits=read_memory_limits(),
                 memory_check=memory_check,
                 numa=numa,
+                device_numa_node=device.numa_node,
                 huge_pages=huge_pages,
             )
             _log.info("%s", self._plan.describe())

@@ -93,7 +93,7 @@ class TransferWorker:
         self._filling: dict[OrderId, tuple[OrderPart, ...]] = {}  # what running stores write to
         self._staging = Staging(device, layout)
         with ExitStack() as opened:
-            opened.callback(device.close, QUEUE_CLOSE_TIMEOUT_S)
+            opened.push(self._give_device_back)
             device.check_layout(layout)
             engine_id = engine_id or f"process-{os.getpid()}-{next(_worker_numbers)}"
             self._status = StatusSegment(plan, layout, engine_id=engine_id, rank=rank)
@@ -110,14 +110,20 @@ class TransferWorker:
             opened.callback(self._arena.close, QUEUE_CLOSE_TIMEOUT_S)
             self._store_lane = self._open_lane(opened, "store", Direction.DEVICE_TO_HOST, staging_nbytes)
             # A ring for each load lane, or an expedited load would wait for the others after all.
-            self._load_lane = self._open_lane(opened, "load", Direction.HOST_TO_DEVICE, staging_nbytes // 2)
-            self._expedited_lane = self._open_lane(
-                opened, "expedited load", Direction.HOST_TO_DEVICE, staging_nbytes // 2
-            )
+            loading = Direction.HOST_TO_DEVICE, staging_nbytes // 2
+            self._load_lane = self._open_lane(opened, "load", *loading)
+            self._expedited_lane = self._open_lane(opened, "expedited load", *loading)
             opened.pop_all()
         self._lanes: tuple[TransferLane, ...] = (self._store_lane, self._load_lane, self._expedited_lane)
         self._at_exit = register(self, close=self.close)
         register(self, forked=self._forked)
+
+    def _give_device_back(
+        self, _exc_type: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Close the device after a constructor that failed, unless it is somebody else's."""
+        if not isinstance(error, BusyError):
+            self._device.close(QUEUE_CLOSE_TIMEOUT_S)
 
     def _open_lane(self, opened: ExitStack, name: str, direction: Direction, staging_nbytes: int) -> TransferLane:
         queue = self._device.open_copy_queue(name, direction)
@@ -134,7 +140,7 @@ class TransferWorker:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_lanes", None) is not None and not self._closing:
+        if hasattr(self, "_lanes") and not self._closing:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -322,7 +328,7 @@ class TransferWorker:
         self._wait_idle(deadline)
         steps = [self._step(f"{lane.name} lane", lane.close, deadline) for lane in self._lanes]
         steps.append(self._step("device", self._device.close, deadline))
-        steps.append(self._step("status segment", self._close_status, deadline))
+        steps.append(self._step("status segment", lambda _: self._status.close(), deadline))
         # Not before all is proven: to give memory back may block behind whatever still runs on the device.
         if all(step.proven for step in steps):
             steps.append(self._step("staging memory", self._staging.close, deadline))
@@ -354,10 +360,6 @@ class TransferWorker:
         except Exception as error:
             _log.exception("closing the %s raised; closing goes on", name)
             return CloseStep(name, proven=False, error=f"{type(error).__name__}: {error}")
-
-    def _close_status(self, _timeout_s: float) -> bool:
-        self._status.close()
-        return True
 
     def _refuse_withheld_blocks(self, plan: CopyPlan) -> None:
         """Raise `BusyError` for device blocks that a load which was given up may still write."""

@@ -224,10 +224,11 @@ def test_a_device_has_one_owner(offloader: Offloader, device_blocks: DeviceBlock
     """A device that one offloader owns is refused to another, which would close it under the first."""
     device = CpuDevice()
     with Offloader(device_blocks.layout(), host_memory="64KiB", device=device) as owner:
-        queue = device._queues[0]
         with pytest.raises(BusyError, match="a device of its own"):
-            device.open_copy_queue(queue.name, queue._direction)
-        assert not owner.closed
+            Offloader(device_blocks.layout(), host_memory="64KiB", device=device)
+        job = owner.submit_store(content_keys(0), [0]).job_id
+        assert job is not None
+        assert Outcome.DONE == outcome_of(owner, job)
 
 
 def test_a_job_needs_no_helper_threads(device_blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch) -> None:

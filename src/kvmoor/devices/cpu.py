@@ -105,6 +105,10 @@ class CpuDevice:
         """Return the registrar given, None by default."""
         return self._registrar
 
+    @property
+    def numa_node(self) -> None:
+        """Return None: the process may run on every node."""
+
     def check_layout(self, layout: BlockLayout) -> None:
         """Raise `LayoutError` unless the tensors lie in host memory."""
         if not layout.on_host:

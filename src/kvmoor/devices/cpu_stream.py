@@ -63,6 +63,8 @@ class CpuStream:
             thread = self._thread
         if thread is None:
             return True
+        if thread is threading.current_thread():
+            return False  # asked by the stream's own work, which therefore still runs
         thread.join(max(0.0, timeout_s))
         return not thread.is_alive()
 

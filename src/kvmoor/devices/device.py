@@ -90,6 +90,10 @@ class Device(Protocol):
         It works until the memory it registered is given back, which is after `close`.
         """
 
+    @property
+    def numa_node(self) -> int | None:
+        """Return the NUMA node that the device is attached to; None if there is none, or it is not known."""
+
     def check_layout(self, layout: BlockLayout) -> None:
         """Raise `LayoutError` for a layout whose tensors this device cannot reach."""
 

@@ -291,6 +291,7 @@ class Arena:
             num_slots=tuple(group.num_slots for group in self._plan.groups),
             num_published=tuple(self._mapper.num_published(group.group) for group in self._plan.groups),
             lost_reason=next((reason for _, reason in lost + waiting), ""),
+            placement_notes=self._memory.placement_notes,
             registered_nbytes=registered_nbytes,
             staged_nbytes=staged_nbytes,
             failed_registrations=registration.num_failures,

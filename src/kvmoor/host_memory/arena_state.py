@@ -49,6 +49,8 @@ class ArenaStatistics:
     """For each group: how many of them became usable."""
     lost_reason: str
     """Why the first lost slab is lost, or the first waiting one waits; empty if there is none."""
+    placement_notes: tuple[str, ...]
+    """What the kernel refused of the placement that was asked for, each once; empty if nothing."""
     registered_nbytes: int
     """Of what is published, what is page-locked; 0 in mode "direct" and once closed."""
     staged_nbytes: int

@@ -212,13 +212,14 @@ class StatusSegment:
         self._mapping.forget()
         self._closing.close()
 
-    def close(self) -> None:
-        """Tell readers that no more comes, unmap and close. Closes twice without harm."""
+    def close(self) -> bool:
+        """Tell readers that no more comes, unmap, close, and return True. Closes twice without harm."""
         with self._lock:
             if self._view is not None:
                 self._view[STATE_WORD] = STATE_CLOSED
                 self._view = None
             self._closing.close()
+        return True
 
     def _open_view(self) -> NDArray[np.uint64]:
         if self._view is None:
