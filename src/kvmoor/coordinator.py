@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvmoor.block_key import BlockKey
 from kvmoor.errors import RequestError
 from kvmoor.index.block_index import BlockIndex
+from kvmoor.index.eviction.policies import EvictionChoice, policy_factory
 from kvmoor.index.lease import LoadLease, StoreLease
 from kvmoor.observation import BlocksEvicted, Observer, SilentObserver, StoreDeclined, notify
 from kvmoor.process_end import register
@@ -52,12 +53,12 @@ class CoordinatorStatistics:
 class Coordinator:
     """Decide about blocks. Any thread may call; every method holds one lock for bookkeeping only and never waits."""
 
-    def __init__(self, num_groups: int, *, observer: Observer | None = None) -> None:
+    def __init__(self, num_groups: int, *, observer: Observer | None = None, eviction: EvictionChoice = "lru") -> None:
         self._observer = observer or SilentObserver()
         # Guards the index, the orders and the counters.
         self._lock = threading.Lock()
         self._num_groups = num_groups
-        self._index = BlockIndex(num_groups)
+        self._index = BlockIndex(num_groups, policy_factory(eviction))
         self._orders: dict[OrderId, StoreLease | LoadLease] = {}
         self._loading: set[LoadLease] = set()  # leases that an order holds, so that nobody else can end them
         self._inherited = False

@@ -28,6 +28,7 @@ from kvmoor.errors import ClosedError, RequestError, SettingsError
 from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
 from kvmoor.host_memory.limits import read_memory_limits
 from kvmoor.host_memory.numa import NumaChoice
+from kvmoor.index.eviction.policies import EvictionChoice
 from kvmoor.index.lease import LoadLease
 from kvmoor.observation import Observer, SilentObserver
 from kvmoor.process_end import register
@@ -149,6 +150,7 @@ class Offloader:
         memory_check: Literal["refuse", "warn"] = "refuse",
         numa: NumaChoice = "auto",
         huge_pages: Literal["auto", "off"] = "auto",
+        eviction: EvictionChoice = "lru",
     ) -> None:
         """Plan the host memory, then open it.
 
@@ -157,6 +159,8 @@ class Offloader:
         says the same of page-locking, and "off" that there is none; what is not page-locked is copied through a small
         ring. It concerns devices that have a registrar. `numa` ("auto", "off", "interleave" or a node) and `huge_pages`
         say where memory is taken from; what cannot be had is done without, and the plan says so.
+        `eviction` says which blocks give way: "lru", "arc" or a factory of one's own `EvictionPolicy`, one for each
+        group.
         Raises `SettingsError` or `NoRoomError` before anything is allocated.
         """
         observer = observer or SilentObserver()
@@ -178,8 +182,8 @@ class Offloader:
                 huge_pages=huge_pages,
             )
             _log.info("%s", self._plan.describe())
+            self._coordinator = Coordinator(len(layout.groups), observer=observer, eviction=eviction)
             opened.pop_all()  # from here on the worker closes the device
-            self._coordinator = Coordinator(len(layout.groups), observer=observer)
             self._worker = TransferWorker(
                 layout, self._plan, device, observer=observer, job_timeout_s=job_timeout_s, mapping=mapping, pin=pin
             )
@@ -288,6 +292,10 @@ class Offloader:
     def note_step(self) -> None:
         """Take note that the engine begins a step, so that page-locking keeps out of its way. Takes a microsecond."""
         self._worker.note_step()
+
+    def note_step_end(self) -> None:
+        """Take note that the step has ended. Noted or not, but if once then always: a long step is then no rest."""
+        self._worker.note_step_end()
 
     def reset(self) -> None:
         """Forget every block, stores in flight included: what was computed with other weights must not return."""

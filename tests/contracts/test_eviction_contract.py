@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 
 import pytest
 
+from kvmoor.index.eviction.arc import TailFirstArc
 from kvmoor.index.eviction.lru import TailFirstLru
 from kvmoor.index.eviction.policy import EvictionPolicy
 from kvmoor.testing.eviction_contract import EvictionContract
@@ -17,18 +18,29 @@ class TestTailFirstLru(EvictionContract):
         return TailFirstLru()
 
 
+class TestTailFirstArc(EvictionContract):
+    def make_policy(self) -> EvictionPolicy:
+        return TailFirstArc()
+
+
 class _EvictsTooMuch(TailFirstLru):
-    def evict(self, num_blocks: int, excluding: AbstractSet[bytes]) -> list[bytes] | None:
+    def evict(
+        self, num_blocks: int, excluding: AbstractSet[bytes], arriving: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         return super().evict(num_blocks + 1, excluding)
 
 
 class _EvictsPartly(TailFirstLru):
-    def evict(self, num_blocks: int, excluding: AbstractSet[bytes]) -> list[bytes] | None:
+    def evict(
+        self, num_blocks: int, excluding: AbstractSet[bytes], arriving: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         return super().evict(min(num_blocks, len(self)), excluding)
 
 
 class _IgnoresExclusions(TailFirstLru):
-    def evict(self, num_blocks: int, excluding: AbstractSet[bytes]) -> list[bytes] | None:
+    def evict(
+        self, num_blocks: int, excluding: AbstractSet[bytes], arriving: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         return super().evict(num_blocks, frozenset())
 
 
@@ -47,9 +59,33 @@ class _NeverForgets(TailFirstLru):
         pass
 
 
+class _HoldsWhatArrives(TailFirstLru):
+    def evict(
+        self, num_blocks: int, excluding: AbstractSet[bytes], arriving: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        victims = super().evict(num_blocks, excluding, arriving)
+        self.insert(arriving if victims is not None else [])
+        return victims
+
+
+class _FailsOnFailedStores(TailFirstLru):
+    def remove(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            del self._oldest_first[digest]
+
+
 @pytest.mark.parametrize(
     "broken",
-    [_EvictsTooMuch, _EvictsPartly, _IgnoresExclusions, _NeverWithdraws, _RestoresTouched, _NeverForgets],
+    [
+        _EvictsTooMuch,
+        _EvictsPartly,
+        _IgnoresExclusions,
+        _NeverWithdraws,
+        _RestoresTouched,
+        _NeverForgets,
+        _HoldsWhatArrives,
+        _FailsOnFailedStores,
+    ],
 )
 def test_the_suite_finds_broken_policies(broken: type[TailFirstLru]) -> None:
     """A policy that breaks one of its promises fails at least one test of the suite."""

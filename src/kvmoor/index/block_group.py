@@ -59,6 +59,7 @@ class BlockGroup:
     def publish(self, first: int, num_slots: int) -> None:
         """Take slots into use."""
         self.pool.publish(first, num_slots)
+        self.policy.resize(self.pool.num_published)
         self.states.grow(first + num_slots)
         self._lease_counts.extend([0] * (len(self.states) - len(self._lease_counts)))
 
@@ -83,10 +84,11 @@ class BlockGroup:
         return StorePlan(new, ready, spared, num_victims)
 
     def evict_for(self, plan: StorePlan) -> list[bytes]:
-        """Evict the blocks that have to give way, and return them."""
-        if not plan.num_victims:
+        """Note the use of those that are READY already, evict the blocks that have to give way, and return these."""
+        self.policy.touch(plan.ready)
+        if not plan.new:
             return []
-        victims = self.policy.evict(plan.num_victims, plan.spared) or []
+        victims = self.policy.evict(plan.num_victims, plan.spared, plan.new) or []
         usable = {digest for digest in victims if self.is_evictable(digest)} - plan.spared
         if len(victims) != plan.num_victims or len(usable) != plan.num_victims:
             # A policy may be the user's own; were a leased block overwritten, a load would bring back wrong bytes.
@@ -100,14 +102,13 @@ class BlockGroup:
         return victims
 
     def start_writing(self, plan: StorePlan) -> tuple[int, ...]:
-        """Give a slot to each new block and return the slots; note the use of those that are READY already."""
+        """Give a slot to each new block and return the slots."""
         slots = self.pool.allocate(len(plan.new))
         assert slots is not None, "evict_for comes first"
         self.states.move(slots, BlockState.WRITING)
         for slot in slots:
             self._lease_counts[slot] = 1
         self.slot_of.update(zip(plan.new, slots, strict=True))
-        self.policy.touch(plan.ready)
         return slots
 
     def finish_writing(self, digests: Sequence[bytes], slots: Sequence[int]) -> int:
@@ -128,10 +129,13 @@ class BlockGroup:
 
     def fail_writing(self, digests: Sequence[bytes], slots: Sequence[int]) -> None:
         """Make blocks FAILED, and their keys absent."""
+        failed: list[bytes] = []
         for digest, slot in zip(digests, slots, strict=True):
             if self.slot_of.get(digest) == slot:  # else it was forgotten, and perhaps stored anew elsewhere
                 del self.slot_of[digest]
+                failed.append(digest)
             self._lease_counts[slot] = 0
+        self.policy.remove(failed)
         self.states.move(slots, BlockState.FAILED)
 
     def hold(self, slots: Sequence[int]) -> None:
@@ -174,7 +178,7 @@ class BlockGroup:
         """Make keys absent; return how many blocks were READY. Slots in use are freed by whoever uses them last."""
         ready = [digest for digest in digests if self.find_ready(digest) is not None]
         slots = [self.slot_of[digest] for digest in ready]
-        self.policy.remove(ready)
+        self.policy.remove([digest for digest in digests if digest in self.slot_of])
         self.states.move(slots, BlockState.EVICTED)
         self.free([slot for slot in slots if not self._lease_counts[slot]])
         for digest in digests:

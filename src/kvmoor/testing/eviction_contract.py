@@ -137,6 +137,62 @@ class EvictionContract(ABC):
 
         assert set(_digests(4)[1:]) == set(victims or [])
 
+    def test_arriving_blocks_are_held_once_they_are_inserted(self) -> None:
+        """Blocks that room is made for are neither held nor victims until their store has finished."""
+        policy = self.make_policy()
+        policy.resize(4)
+        policy.insert(_digests(4))
+        arriving = [_digest(10), _digest(11)]
+
+        victims = policy.evict(2, frozenset(), arriving)
+
+        assert victims is not None
+        rest = set(_digests(4)) - set(victims)
+        assert len(rest) == 2
+        _assert_holds(policy, rest)
+        assert policy.evict(3, frozenset(), [_digest(12), _digest(13), _digest(14)]) is None
+        policy.insert(arriving)
+        _assert_holds(policy, {*rest, *arriving})
+
+    def test_arriving_blocks_may_fail_to_come(self) -> None:
+        """A block whose store has failed is removed without ever having been held, and may arrive again."""
+        policy = self.make_policy()
+        policy.resize(4)
+        policy.insert(_digests(2))
+        arriving = [_digest(10), _digest(11)]
+        no_victims: list[bytes] = []
+
+        for _ in range(2):
+            assert no_victims == policy.evict(0, frozenset(), arriving)
+            policy.remove(arriving)
+            _assert_holds(policy, _digests(2))
+
+    def test_evicted_blocks_may_come_back(self) -> None:
+        """A block that has gone may arrive and be inserted like a new one, again and again."""
+        policy = self.make_policy()
+        policy.resize(2)
+        policy.insert(_digests(2))
+        for _ in range(5):
+            for digest in _digests(5):
+                if digest in policy:
+                    continue
+                victims = policy.evict(1, frozenset(), [digest])
+                assert victims is not None
+                assert len(victims) == 1
+                policy.insert([digest])
+                assert digest in policy
+                assert len(policy) == 2
+
+    def test_more_slots_change_nothing_that_is_held(self) -> None:
+        """A group that grows holds what it held."""
+        policy = self.make_policy()
+        policy.resize(4)
+        policy.insert(_digests(4))
+
+        policy.resize(9)
+
+        _assert_holds(policy, _digests(4))
+
     def test_empty_lists_change_nothing(self) -> None:
         """Every call may name no block at all."""
         policy = self.make_policy()
@@ -186,14 +242,17 @@ class EvictionContract(ABC):
 
     def _walk(self, rng: random.Random) -> None:
         policy = self.make_policy()
+        policy.resize(12)
         held: set[bytes] = set()
         withdrawn: set[bytes] = set()
+        arriving: set[bytes] = set()
         for _ in range(200):
             move = rng.choice(["insert", "touch", "withdraw", "restore", "remove", "evict"])
             if move == "insert":
                 chosen = _sample(rng, set(_digests(12)) - withdrawn)
                 policy.insert(chosen)
                 held |= set(chosen)
+                arriving -= set(chosen)
             elif move == "touch":
                 policy.touch(_sample(rng, held | withdrawn))
             elif move == "withdraw":
@@ -207,20 +266,23 @@ class EvictionContract(ABC):
                 withdrawn -= set(chosen)
                 held |= set(chosen)
             elif move == "remove":
-                chosen = _sample(rng, held | withdrawn)
+                chosen = _sample(rng, held | withdrawn | arriving)
                 policy.remove(chosen)
                 held -= set(chosen)
                 withdrawn -= set(chosen)
+                arriving -= set(chosen)
             else:
                 excluding = frozenset(_sample(rng, set(_digests(12))))
-                num_blocks = rng.randrange(6)
-                victims = policy.evict(num_blocks, excluding)
+                coming = _sample(rng, set(_digests(12)) - held - withdrawn - arriving)
+                num_blocks = rng.randint(0, len(coming)) if rng.random() < 0.5 else rng.randrange(6)
+                victims = policy.evict(num_blocks, excluding, coming)
                 if num_blocks > len(held - excluding):
                     assert victims is None
                 else:
                     assert victims is not None
                     assert num_blocks == len(victims) == len(set(victims) & (held - excluding))
                     held -= set(victims)
+                    arriving |= set(coming)
             _assert_holds(policy, held)
 
 

@@ -25,6 +25,9 @@ class TailFirstLru:
     def __contains__(self, digest: object) -> bool:
         return digest in self._oldest_first
 
+    def resize(self, num_slots: int) -> None:
+        """Need no number of slots: what was used last does not depend on it."""
+
     def insert(self, digests: Sequence[bytes]) -> None:
         """Make blocks the most recent ones, the first of the list the very most."""
         for digest in reversed(digests):
@@ -49,8 +52,13 @@ class TailFirstLru:
         for digest in digests:
             self._oldest_first.pop(digest, None)
 
-    def evict(self, num_blocks: int, excluding: AbstractSet[bytes]) -> list[bytes] | None:
-        """Give up the oldest blocks. Looks at `num_blocks` and as many as it has to pass over."""
+    def evict(
+        self,
+        num_blocks: int,
+        excluding: AbstractSet[bytes],
+        arriving: Sequence[bytes] = (),  # noqa: ARG002  (recency asks only about what is there)
+    ) -> list[bytes] | None:
+        """Give up the oldest blocks, whatever arrives. Looks at `num_blocks` and as many as it has to pass over."""
         candidates = (digest for digest in self._oldest_first if digest not in excluding)
         victims = list(islice(candidates, num_blocks))
         if len(victims) < num_blocks:
