@@ -9,14 +9,13 @@ Closing ends by its deadline whatever the device does. Memory that a copy may st
 quarantined, which means kept until the process ends, and the report of `close` says so.
 """
 
-import itertools
 import logging
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -24,17 +23,17 @@ from kvmoor.block_layout import BlockLayout
 from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.device import Device, DeviceEvent, Direction
 from kvmoor.errors import BusyError, ClosedError, RequestError, TransferTimeoutError
-from kvmoor.host_memory.arena import PAUSE_TIMEOUT_S, Arena
+from kvmoor.host_memory.arena import CLOSE_TIMEOUT_S, PAUSE_TIMEOUT_S, Arena
 from kvmoor.host_memory.arena_plan import ArenaPlan
 from kvmoor.host_memory.slab_memory import Backing
 from kvmoor.host_memory.slab_registration import Pin
-from kvmoor.host_memory.status_segment import StatusSegment
-from kvmoor.host_memory.ticket import ArenaTicket, make_ticket
+from kvmoor.host_memory.ticket import ArenaTicket
 from kvmoor.observation import LaneBroke, Observer, SilentObserver, TransferEnded, notify
 from kvmoor.process_end import register
-from kvmoor.transfer_messages import Order, OrderId, OrderKind, OrderPart, Outcome, Report, SlotRange
+from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome, Report, SlotRange
 from kvmoor.transfers.copy_plan import CopyPlan, DeviceBlocks, plan_copies
 from kvmoor.transfers.lane import TransferLane
+from kvmoor.transfers.slot_status import SlotStatus
 from kvmoor.transfers.staging import STAGING_NBYTES, Staging
 from kvmoor.transfers.transfer import Transfer, TransferState
 from kvmoor.worker_reports import CloseReport, CloseStep, WorkerStatistics
@@ -43,7 +42,6 @@ _log = logging.getLogger("kvmoor")
 
 QUEUE_CLOSE_TIMEOUT_S: Final = 0.03
 """What ending a queue may take once the deadline has passed: enough for a thread that only has to see its stop flag."""
-_worker_numbers: Final = itertools.count(1)
 
 
 class TransferWorker:
@@ -63,7 +61,7 @@ class TransferWorker:
         job_timeout_s: float = 30.0,
         mapping: Literal["background", "eager"] = "background",
         pin: Pin = "background",
-        staging_nbytes: int = STAGING_NBYTES,
+        staging_nbytes: int | None = None,
         backing: Backing = Backing.ANONYMOUS,
         engine_id: str = "",
         rank: int = 0,
@@ -72,7 +70,7 @@ class TransferWorker:
         """Open the lanes and the arena. Raises `LayoutError` if the device cannot reach the layout's tensors.
 
         `mapping` and `pin` are the arena's; without a `Device.registrar` nothing is pinned. `staging_nbytes` is what
-        staging may take in each direction; it is taken when needed, a slot of the largest group for each lane at least.
+        staging may take each way (None: 32 MiB, or less beside a small arena), if needed, and one slot a lane at least.
         `backing` MEMFD is for an arena that other processes read (`ticket`). `engine_id` and `rank` name the status
         segment, by which others find this worker; without them it is named after the process.
         """
@@ -85,18 +83,17 @@ class TransferWorker:
         self._lock = threading.Lock()
         # Held by the one thread that closes.
         self._close_lock = threading.Lock()
-        self._closing = False
-        self._inherited = False
+        self._closing = self._inherited = False
         self._close_report: CloseReport | None = None
         self._done = self._failed = self._given_up = 0
         self._moved_nbytes = dict.fromkeys(OrderKind, 0)
-        self._filling: dict[OrderId, tuple[OrderPart, ...]] = {}  # what running stores write to
         self._staging = Staging(device, layout)
+        staging_nbytes = min(STAGING_NBYTES, plan.nbytes // 128) if staging_nbytes is None else staging_nbytes
         with ExitStack() as opened:
             opened.push(self._give_device_back)
             device.check_layout(layout)
-            engine_id = engine_id or f"process-{os.getpid()}-{next(_worker_numbers)}"
-            self._status = StatusSegment(plan, layout, engine_id=engine_id, rank=rank)
+            shared = backing is Backing.MEMFD
+            self._status = SlotStatus(plan, layout, engine_id=engine_id, rank=rank, required=shared)
             opened.callback(self._status.close)
             self._arena = Arena(
                 plan,
@@ -105,9 +102,9 @@ class TransferWorker:
                 pin=pin,
                 registrar=device.registrar,
                 observer=self._observer,
-                name=f"{engine_id}:{rank}",
+                name=self._status.name,
             )
-            opened.callback(self._arena.close, QUEUE_CLOSE_TIMEOUT_S)
+            opened.callback(self._arena.close, CLOSE_TIMEOUT_S)  # unregistering takes its time
             self._store_lane = self._open_lane(opened, "store", Direction.DEVICE_TO_HOST, staging_nbytes)
             # A ring for each load lane, or an expedited load would wait for the others after all.
             loading = Direction.HOST_TO_DEVICE, staging_nbytes // 2
@@ -183,14 +180,20 @@ class TransferWorker:
             lane = self._expedited_lane if expedited else self._load_lane
         with self._lock:
             self._check_open()
+            if order.order_id < 1:
+                raise RequestError(
+                    f"the id of an order is {order.order_id}: give 1 or more, 0 says that nothing is there"
+                )
             if self._find(order.order_id) is not None:
                 raise RequestError(f"order {order.order_id} is running already: give each order an id of its own")
             self._refuse_withheld_blocks(plan)
             if order.kind is OrderKind.DEVICE_TO_SLOT:
-                self._filling[order.order_id] = order.parts
-                for part in order.parts:
-                    self._status.begin_fill(part.group, part.slots)
-            lane.submit(order, plan, wait_for=event, timeout_s=self._job_timeout_s)
+                self._status.begin(order)
+            try:
+                lane.submit(order, plan, wait_for=event, timeout_s=self._job_timeout_s)
+            finally:
+                if lane.transfer(order.order_id) is None:  # refused
+                    self._status.end(order.order_id, whole=False)
             broken = lane.broken
         if broken:
             notify(self._observer, LaneBroke(lane.name, broken))
@@ -212,9 +215,8 @@ class TransferWorker:
             reports = [report for lane in self._lanes for report in lane.poll()]
             for report in reports:
                 self._count(report)
-                self._note_filled(report)
-            if not self._closing:
-                self._status.beat()
+                self._status.note_report(report)
+            self._status.beat()
         return reports
 
     def observe(self, reports: Iterable[Report]) -> None:
@@ -225,18 +227,22 @@ class TransferWorker:
 
     def take_published(self) -> list[SlotRange]:
         """Return the slots that became usable since the last call."""
-        published = self._arena.take_published()
-        for slots in published:
-            self._status.publish_slots(slots)
+        with self._lock:
+            published = self._arena.take_published()
+            self._status.publish(published)
         return published
 
     def ticket(self) -> ArenaTicket:
         """Return what a process of this host needs to read the arena (`AttachedArena`); only with `backing` MEMFD."""
-        return make_ticket(self._arena, self._status, self._layout)
+        return self._status.ticket(self._arena)
 
     def note_step(self) -> None:
         """Take note that the engine begins a step, so that page-locking keeps out of its way. Takes a microsecond."""
-        self._arena.note_step()
+        self._arena.pacer.note_step()
+
+    def note_step_end(self) -> None:
+        """Take note that the step has ended. Noted or not, but if once then always: see `StepPacer`."""
+        self._arena.pacer.note_step_end()
 
     def pause_registration(self, timeout_s: float = PAUSE_TIMEOUT_S) -> bool:
         """Let no page-locking begin before `resume_registration`; say whether none is under way any more.
@@ -328,12 +334,13 @@ class TransferWorker:
         self._wait_idle(deadline)
         steps = [self._step(f"{lane.name} lane", lane.close, deadline) for lane in self._lanes]
         steps.append(self._step("device", self._device.close, deadline))
-        steps.append(self._step("status segment", lambda _: self._status.close(), deadline))
+        steps.append(self._step("status segment", self._status.close, deadline))
         # Not before all is proven: to give memory back may block behind whatever still runs on the device.
         if all(step.proven for step in steps):
             steps.append(self._step("staging memory", self._staging.close, deadline))
         if all(step.proven for step in steps):
-            steps.append(self._step("arena", self._arena.close, deadline))
+            arena = self._step("arena", self._arena.close, deadline)
+            steps.append(replace(arena, error=arena.error or self._arena.quarantine_reason))
         reason = "; ".join(f"{step.name}: {step.error or 'not proven idle'}" for step in steps if not step.proven)
         if not reason:
             return CloseReport(seconds=time.monotonic() - started, steps=tuple(steps))
@@ -382,13 +389,6 @@ class TransferWorker:
         self._failed += report.outcome is Outcome.FAILED
         self._given_up += report.outcome is Outcome.ABANDONED
         self._moved_nbytes[report.kind] += report.nbytes
-
-    def _note_filled(self, report: Report) -> None:
-        """Tell readers which slots are whole: those of a store that is done, and of no other."""
-        parts = self._filling.pop(report.order_id, ())
-        if report.outcome is Outcome.DONE and not self._closing:
-            for part in parts:
-                self._status.complete_fill(part.group, part.slots, report.order_id)
 
     def _check_not_inherited(self) -> None:
         if self._inherited:

@@ -1,5 +1,6 @@
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import gc
 import os
@@ -24,12 +25,14 @@ from kvmoor.errors import (
     RequestError,
     SettingsError,
 )
+from kvmoor.host_memory import status_segment
 from kvmoor.host_memory.arena import ArenaState
+from kvmoor.host_memory.arena_plan import GroupPlan
 from kvmoor.host_memory.attached_arena import AttachedArena
 from kvmoor.host_memory.process_identity import ProcessCalls, identify_this_process, read_start_time
 from kvmoor.host_memory.quarantine import quarantined_arenas, quarantined_nbytes
 from kvmoor.host_memory.status_segment import StatusSegment
-from kvmoor.host_memory.ticket import ArenaTicket
+from kvmoor.host_memory.ticket import ArenaTicket, make_ticket
 from kvmoor.observation import ArenaQuarantined
 from shared_arena import GROUPS, LAYOUT, PLAN, pattern, read_slot, sharing_owner
 
@@ -187,6 +190,23 @@ REFUSED_TICKETS = {
 }
 
 
+REFUSED_TICKETS |= {
+    # Files and slots are as many as before: without the owner's digest, slots would show each other's bytes.
+    "fewer slots a slab": (lambda t: group(t, 0, slots_per_slab=15), CorruptDataError, "keeps its slots elsewhere"),
+    "a group without bytes lies apart": (
+        lambda t: group(t, 2, slab_pitch=2 * 2**20),
+        CorruptDataError,
+        "keeps its slots elsewhere",
+    ),
+}
+
+
+def group(ticket, number, **changes):
+    groups = list(ticket.groups)
+    groups[number] = replace(groups[number], **changes)
+    return replace(ticket, groups=tuple(groups))
+
+
 def own(ticket, **changes):
     return replace(ticket, owner=replace(ticket.owner, **changes))
 
@@ -205,6 +225,30 @@ def test_each_field_of_a_ticket_is_checked(owner, what):
     with pytest.raises(kind, match=message):
         AttachedArena(change(owner.ticket), LAYOUT)
     assert [] == leak_check.find_leaks(before)
+
+
+@pytest.mark.parametrize("number", range(len(GROUPS)))
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GroupPlan)])
+@pytest.mark.parametrize("change", [-1, 1, 4096, 2 * 2**20])
+def test_each_number_of_the_geometry_is_checked(owner, number, name, change):
+    """No number from which an address is computed can differ from the owner's, whether sizes still add up or not."""
+    value = getattr(GROUPS[number], name) + change
+    with pytest.raises((CorruptDataError, SettingsError, BrokenError)):
+        AttachedArena(group(owner.ticket, number, **{name: value}), LAYOUT)
+
+
+@pytest.mark.parametrize("changes", [{"pid": 1}, {"start_time": 1}])
+def test_a_status_segment_of_another_process_is_refused(owner, monkeypatch, changes):
+    """Whoever made the segment has to be whom the ticket names: the same number at the same time."""
+    us = owner.ticket.owner
+    other = replace(us, **{name: getattr(us, name) + more for name, more in changes.items()})
+    monkeypatch.setattr(status_segment, "identify_this_process", lambda calls: other)
+    with StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=1) as segment:
+        ticket = replace(make_ticket(owner.arena, segment, LAYOUT), owner=us)
+        before = leak_check.snapshot()
+        with pytest.raises(BrokenError, match=rf"belongs to process {other.pid}, started at tick {other.start_time}"):
+            AttachedArena(ticket, LAYOUT)
+        assert [] == leak_check.find_leaks(before)
 
 
 def test_the_size_of_a_segment_is_checked(owner):

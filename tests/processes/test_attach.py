@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import leak_check
 from kvmoor.errors import BrokenError, RequestError, SettingsError
 from kvmoor.host_memory.attached_arena import AttachedArena
+from kvmoor.host_memory.process_identity import ProcessCalls, read_start_time
 from kvmoor.host_memory.status_reader import find_status_segments
 from kvmoor.host_memory.ticket import ArenaTicket
 from shared_arena import LAYOUT, pattern, read_slot
@@ -323,6 +325,49 @@ def test_a_forked_copy_of_a_descriptor_is_not_an_owner(start):
     assert any("kvmoor:forking" in _target(entry) for entry in Path(f"/proc/{child_pid}/fd").iterdir())
     assert [parent.pid] == [found.pid for found in find_status_segments("forking")]
     parent.communicate(timeout=30)
+
+
+def test_a_forked_copy_of_an_owner_cannot_be_attached_to(start):
+    """A child that holds all files of the owner, under their numbers, is refused: what the owner says is not of it."""
+    code = """
+        import ctypes, os, sys
+        import shared_arena
+        with shared_arena.sharing_owner("forking") as owner:
+            if not ctypes.CDLL(None).fork():
+                print(os.getpid(), flush=True)
+                sys.stdin.read()
+                os._exit(0)
+            print(owner.ticket.to_json(), flush=True)
+            os.wait()
+    """
+    parent = start("if True:" + code)
+    lines = sorted((parent.stdout.readline() for _ in range(2)), key=len)
+    child_pid, ticket = int(lines[0]), ArenaTicket.from_json(lines[1])
+    AttachedArena(ticket, LAYOUT).close()
+    child = replace(ticket.owner, pid=child_pid, start_time=read_start_time(child_pid, ProcessCalls()))
+    with pytest.raises(BrokenError, match=rf"belongs to process {parent.pid}, .* names process {child_pid},"):
+        AttachedArena(replace(ticket, owner=child), LAYOUT)
+    parent.communicate(timeout=30)
+
+
+def test_attached_pages_stay_out_of_core_dumps(owner):
+    """The kernel dumps nothing of an owner's memory with a reader that crashes, and gives none of it to its forks."""
+    with AttachedArena(owner.ticket, LAYOUT):
+        flags = flags_of_mappings(memfds_of(owner.ticket))
+    assert 6 == len(flags)  # five slabs and the status segment
+    assert all({"dd", "dc"} <= found for found in flags), flags
+
+
+def flags_of_mappings(inodes):
+    """Return the flags of each mapping of these files, as the kernel lists them for this process."""
+    flags, ours = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            ours = int(fields[4]) in inodes
+        elif ours and fields[0] == "VmFlags:":
+            flags.append(set(fields[1:]))
+    return flags
 
 
 @needs_root

@@ -129,7 +129,7 @@ def test_resident_growth_of_an_eager_arena_is_what_was_planned(backing):
         growth = resident_nbytes() - before
         assert 0.98 * 96 * MIB <= growth <= 1.02 * 96 * MIB
         assert plan.nbytes <= 96 * MIB
-        assert arena.resident_nbytes() == plan.nbytes
+        assert arena.read_residency().resident_nbytes == plan.nbytes
 
 
 def resident_nbytes():
@@ -139,9 +139,9 @@ def resident_nbytes():
 def test_huge_pages_are_reported_from_what_the_kernel_did():
     """Only whole huge pages inside the arena are counted; an arena smaller than one has none."""
     with Arena(small_plan(), mapping="eager") as small, Arena(plan_of_three_slabs(), mapping="eager") as arena:
-        assert 0 == small.huge_page_nbytes()
-        assert arena.huge_page_nbytes() in {0, 2 * MIB, 4 * MIB}
-        assert 5 * MIB == arena.resident_nbytes()
+        assert 0 == small.read_residency().huge_page_nbytes
+        assert arena.read_residency().huge_page_nbytes in {0, 2 * MIB, 4 * MIB}
+        assert 5 * MIB == arena.read_residency().resident_nbytes
 
 
 def test_slabs_are_published_one_after_the_other():
@@ -225,7 +225,7 @@ def test_closing_gives_everything_back_and_may_be_repeated(backing, mapping):
     for fd in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-    assert arena.resident_nbytes() is None
+    assert arena.read_residency() is None
 
 
 def test_a_closed_arena_refuses_to_give_addresses():

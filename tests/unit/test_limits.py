@@ -20,19 +20,22 @@ def machine(tmp_path):
     return write
 
 
-def v1_files(directory, limit, usage, inactive_file=0):
+def v1_files(directory, limit, usage, inactive_file=0, active_file=0):
     return {
         f"{directory}/memory.limit_in_bytes": f"{limit}\n",
         f"{directory}/memory.usage_in_bytes": f"{usage}\n",
-        f"{directory}/memory.stat": f"cache 1\ninactive_file 7\ntotal_inactive_file {inactive_file}\n",
+        f"{directory}/memory.stat": (
+            f"cache 1\ninactive_file 7\nactive_file 7\n"
+            f"total_inactive_file {inactive_file}\ntotal_active_file {active_file}\n"
+        ),
     }
 
 
-def v2_files(directory, limit, usage, inactive_file=0):
+def v2_files(directory, limit, usage, inactive_file=0, active_file=0):
     return {
         f"{directory}/memory.max": f"{limit}\n",
         f"{directory}/memory.current": f"{usage}\n",
-        f"{directory}/memory.stat": f"anon 1\ninactive_file {inactive_file}\nactive_file 3\n",
+        f"{directory}/memory.stat": f"anon 1\ninactive_file {inactive_file}\nactive_file {active_file}\n",
     }
 
 
@@ -65,8 +68,8 @@ def test_an_empty_machine_has_no_known_limit(tmp_path):
 
 
 def test_cgroup_v2_leaves_limit_minus_usage_with_droppable_cache_counted_as_free(machine):
-    """Inactive file pages are reclaimed before anyone is killed, so they do not count as used."""
-    root = machine(**{"proc/self/cgroup": "0::/a\n"}, **v2_files("sys/fs/cgroup/a", 8 * GIB, 5 * GIB, 2 * GIB))
+    """File pages, used once or often, are reclaimed before anyone is killed, so they do not count as used."""
+    root = machine(**{"proc/self/cgroup": "0::/a\n"}, **v2_files("sys/fs/cgroup/a", 8 * GIB, 5 * GIB, GIB, GIB))
     limits = read_memory_limits(root)
     assert 5 * GIB == limits.cgroup_nbytes
     assert "/sys/fs/cgroup/a/memory.max" == limits.cgroup_file

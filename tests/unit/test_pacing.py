@@ -72,6 +72,22 @@ def test_the_engine_idles_after_three_of_its_own_steps(pacer, clock, step_s, idl
     assert 0 == pacer.delay_s()
 
 
+def test_a_long_step_is_no_rest_where_ends_are_noted(pacer, clock):
+    """An engine that notes the ends of its steps is not disturbed in the midst of one, however long it takes."""
+    for _ in range(9):
+        step(pacer, clock, 0.010, 1)
+        pacer.note_step_end()
+    step(pacer, clock, 0.010, 1)  # a prefill of two seconds begins
+    for _ in range(20):
+        clock.seconds += 0.1
+        pacer.note_registration()
+        assert pytest.approx(0.050) == pacer.delay_s()
+    pacer.note_step_end()
+    clock.seconds += 0.1
+    pacer.note_registration()
+    assert pytest.approx(0.001) == pacer.delay_s()
+
+
 def test_one_rest_between_requests_is_no_step_length(pacer, clock):
     """A pause of seconds among short steps does not make the engine look busy for three times as long."""
     step(pacer, clock, 0.010, 9)

@@ -372,8 +372,8 @@ def test_full_speed_comes_back_when_the_engine_idles(clock):
 def test_steps_are_noted_by_the_arena(clock):
     """`note_step` of the arena is the pacer's input."""
     with Arena(plan_of(1), pacer=clock.pacer) as arena:
-        arena.note_step()
-        arena.note_step()
+        arena.pacer.note_step()
+        arena.pacer.note_step()
     assert 2 == clock.pacer._steps_since_registration
 
 

@@ -1,4 +1,6 @@
 import contextlib
+import dataclasses
+import errno
 import fcntl
 import gc
 import mmap
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 
 from kvmoor.errors import BrokenError, ClosedError, CorruptDataError, KvmoorError, RequestError, SettingsError
 from kvmoor.host_memory import status_reader
+from kvmoor.host_memory.arena_plan import GroupPlan
 from kvmoor.host_memory.process_identity import ProcessCalls
-from kvmoor.host_memory.status_format import StatusShape, bit_masks
+from kvmoor.host_memory.status_format import StatusShape, bit_masks, digest_geometry
 from kvmoor.host_memory.status_reader import StatusReader, find_status_segments
 from kvmoor.host_memory.status_segment import StatusSegment
 from kvmoor.transfer_messages import SlotRange
@@ -68,8 +71,9 @@ def test_a_new_segment_vouches_for_nothing(segment, reader):
 
 
 def test_the_header_says_whose_segment_it_is(segment, reader):
-    """Nonce, layout fingerprint and owner reach the reader, and no two segments have one nonce."""
+    """Nonce, layout fingerprint, geometry and owner reach the reader, and no two segments have one nonce."""
     assert (segment.nonce, LAYOUT.fingerprint) == (reader.header.nonce, reader.header.layout_fingerprint)
+    assert digest_geometry(PLAN.groups, LAYOUT.fingerprint) == reader.header.geometry_digest == segment.geometry_digest
     assert (os.getpid(), segment.owner.start_time) == (reader.header.pid, reader.header.start_time)
     with StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=3) as other:
         assert segment.nonce != other.nonce
@@ -88,6 +92,61 @@ def test_only_the_owner_can_write(segment):
     ):
         with pytest.raises(PermissionError):
             change()
+
+
+class OldKernel(ProcessCalls):
+    """Knows the seals of Linux before 5.1 only."""
+
+    def __init__(self):
+        self.asked = []
+
+    def add_seals(self, fd, seals):
+        self.asked.append(seals)
+        if seals & 0x10:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().add_seals(fd, seals)
+
+
+def test_an_older_kernel_seals_what_it_can():
+    """Where the kernel cannot forbid later writes the size is fixed all the same, and readers accept the segment."""
+    calls = OldKernel()
+    with StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=0, calls=calls) as segment:
+        assert [SEALS | 0x10, SEALS] == calls.asked
+        fd = segment.shared_file.descriptor
+        assert SEALS == fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        with StatusReader(fd) as reader:
+            segment.begin_fill(0, [1])
+            segment.complete_fill(0, [1], 5)
+            assert {1: 5} == filled(reader, 0)
+        for nbytes in (0, 4096 * 100):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, nbytes)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
+def test_a_refused_seal_names_what_helps(number):
+    """Without a fixed size there is no segment; the message speaks of seals, and not of open files or memory."""
+
+    class Refusing(ProcessCalls):
+        def add_seals(self, fd, seals):
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(BrokenError, match="F_ADD_SEALS") as raised:
+        StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=0, calls=Refusing())
+    assert "sealing the status segment kvmoor:engine:0" in str(raised.value)
+    assert "ulimit" not in str(raised.value)
+    assert number == raised.value.__cause__.errno
+
+
+@pytest.mark.parametrize("group", range(len(PLAN.groups)))
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GroupPlan)])
+def test_the_digest_of_the_geometry_tells_every_number(group, name):
+    """A plan that differs in one number of one group has another digest, and so has one for another layout."""
+    groups = list(PLAN.groups)
+    groups[group] = replace(groups[group], **{name: getattr(groups[group], name) + 1})
+    digest = digest_geometry(PLAN.groups, LAYOUT.fingerprint)
+    assert digest == digest_geometry(tuple(PLAN.groups), LAYOUT.fingerprint)
+    assert len({digest, digest_geometry(groups, LAYOUT.fingerprint), digest_geometry(PLAN.groups, bytes(32))}) == 3
 
 
 def test_words_are_aligned_and_whole(segment, reader):
@@ -274,18 +333,18 @@ def test_garbage_is_refused(content, nbytes):
 def test_every_truncation_is_refused(segment):
     """A segment that ends early is corrupt data, wherever it ends, and so is one that goes on."""
     content = content_of(segment)
-    for nbytes in (0, 1, 8, 191, 192, 193, 215, 216, 4095, len(content) - 4096, len(content) - 1, len(content) + 4096):
+    for nbytes in (0, 1, 8, 255, 256, 257, 279, 280, 4095, len(content) - 4096, len(content) - 1, len(content) + 4096):
         with memfd_with(content[:nbytes], nbytes=nbytes) as fd, pytest.raises(CorruptDataError):
             StatusReader(fd)
 
 
-@given(st.integers(0, 8 * 216 - 1))
+@given(st.integers(0, 8 * 280 - 1))
 def test_one_flipped_bit_does_no_harm(bit):
     """A flipped bit in the header is corrupt data; one in a word that changes anyway is read as it is or refused."""
     with StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=0) as segment:
         content = bytearray(content_of(segment))
     content[bit // 8] ^= 1 << bit % 8
-    fixed = bit // 8 < 13 * 8 or bit // 8 >= 24 * 8
+    fixed = bit // 8 < 17 * 8 or bit // 8 >= 32 * 8
     with memfd_with(bytes(content)) as fd:
         if fixed:
             with pytest.raises(CorruptDataError):
@@ -295,7 +354,7 @@ def test_one_flipped_bit_does_no_harm(bit):
                 ask_everything(reader)
 
 
-@given(st.binary(min_size=200, max_size=200), st.integers(216, 4096 - 200))
+@given(st.binary(min_size=200, max_size=200), st.integers(280, 4096 - 200))
 def test_wild_words_do_no_harm(garbage, offset):
     """Behind a whole header any bytes may stand: every question gets an answer or corrupt data."""
     with StatusSegment(PLAN, LAYOUT, engine_id="engine", rank=0) as segment:
@@ -319,7 +378,7 @@ def ask_everything(reader):
 def test_a_count_that_cannot_be_is_corrupt(segment):
     """More published slots than slots are damage, and said so."""
     content = bytearray(content_of(segment))
-    content[27 * 8] = 41
+    content[35 * 8] = 41
     with (
         memfd_with(bytes(content)) as fd,
         StatusReader(fd) as reader,

@@ -164,6 +164,12 @@ def test_only_a_shared_arena_has_a_ticket():
             pytest.raises(SettingsError, match="made for the plan of the arena"),
         ):
             make_ticket(owner.arena, other, LAYOUT)
+        denser = replace(PLAN, groups=(replace(GROUPS[0], slots_per_slab=15), *GROUPS[1:]))
+        with (
+            StatusSegment(denser, LAYOUT, engine_id="engine", rank=1) as other,
+            pytest.raises(SettingsError, match="made for the plan of the arena"),
+        ):
+            make_ticket(owner.arena, other, LAYOUT)
         owner.status.close()
         with pytest.raises(KvmoorError):
             make_ticket(owner.arena, owner.status, LAYOUT)

@@ -27,7 +27,7 @@ from kvmoor.host_memory.arena_state import LEGAL_MOVES, ArenaState, ArenaStatist
 from kvmoor.host_memory.limits import MemoryLimits, read_memory_limits
 from kvmoor.host_memory.memfd import MAX_NAME_NBYTES
 from kvmoor.host_memory.pacing import StepPacer
-from kvmoor.host_memory.page_mapping import SystemCalls
+from kvmoor.host_memory.page_mapping import Residency, SystemCalls
 from kvmoor.host_memory.quarantine import QuarantinedArena, keep_until_exit
 from kvmoor.host_memory.slab_mapper import SlabMapper
 from kvmoor.host_memory.slab_memory import Backing, SlabMemory
@@ -99,6 +99,7 @@ class Arena:
         # Held by the one thread that closes or quarantines. Guards `_state` once the arena is open.
         self._close_lock = threading.Lock()
         self._state = ArenaState.OPENING
+        self._quarantine_reason = ""
         with ExitStack() as opened:
             self._memory = SlabMemory(plan, backing, name, calls or SystemCalls())
             opened.callback(self._memory.close)
@@ -215,9 +216,15 @@ class Arena:
         self._find_group(group)
         return self._mapper.are_registered(group, np.asarray(slots))
 
-    def note_step(self) -> None:
-        """Take note that the engine begins a step: registrations then keep out of its way. Takes a microsecond."""
-        self._pacer.note_step()
+    @property
+    def pacer(self) -> StepPacer:
+        """Return what paces registrations: tell it of the engine's steps."""
+        return self._pacer
+
+    @property
+    def quarantine_reason(self) -> str:
+        """Return why the arena was quarantined; empty if it was not."""
+        return self._quarantine_reason
 
     def pause_registration(self, timeout_s: float = PAUSE_TIMEOUT_S) -> bool:
         """Let no call of the registrar begin before `resume_registration`; mapping goes on, and so does `close`.
@@ -263,15 +270,9 @@ class Arena:
         """
         return self._mapper.wait_registered(timeout_s)
 
-    def resident_nbytes(self) -> int | None:
-        """Return how many bytes the kernel says are resident; None if it does not tell. Takes milliseconds."""
-        residency = self._memory.read_residency() if not self.closed else None
-        return residency.resident_nbytes if residency else None
-
-    def huge_page_nbytes(self) -> int | None:
-        """Return how many bytes the kernel says lie in huge pages; None if it does not tell. Takes milliseconds."""
-        residency = self._memory.read_residency() if not self.closed else None
-        return residency.huge_page_nbytes if residency else None
+    def read_residency(self) -> Residency | None:
+        """Return what the kernel says is in memory, and in huge pages; None if it does not tell. Takes milliseconds."""
+        return self._memory.read_residency() if not self.closed else None
 
     def statistics(self) -> ArenaStatistics:
         """Return how far the arena is mapped and page-locked."""
@@ -369,6 +370,7 @@ class Arena:
                 keep_until_exit(QuarantinedArena(self, reason, 0, keep_alive))
             return None
         self._move(ArenaState.QUARANTINED)
+        self._quarantine_reason = reason
         nbytes = self.mapped_nbytes
         keep_until_exit(QuarantinedArena(self, reason, nbytes, keep_alive))
         return ArenaQuarantined(nbytes, reason)

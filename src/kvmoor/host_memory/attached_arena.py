@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvmoor.block_layout import BlockLayout
 from kvmoor.byte_sizes import format_nbytes, round_up
-from kvmoor.errors import BrokenError, ClosedError, KvmoorError, RequestError, SettingsError
+from kvmoor.errors import BrokenError, ClosedError, CorruptDataError, KvmoorError, RequestError, SettingsError
 from kvmoor.host_memory.arena import CLOSE_TIMEOUT_S
 from kvmoor.host_memory.arena_plan import SLAB_ALIGNMENT, ArenaPlan
 from kvmoor.host_memory.arena_state import ArenaState
@@ -25,6 +25,7 @@ from kvmoor.host_memory.owner_process import OwnerProcess, close_descriptor
 from kvmoor.host_memory.page_mapping import PageMapping, translate_os_error
 from kvmoor.host_memory.process_identity import ProcessCalls
 from kvmoor.host_memory.quarantine import QuarantinedArena, keep_until_exit
+from kvmoor.host_memory.status_format import digest_geometry
 from kvmoor.host_memory.status_reader import StatusReader
 from kvmoor.host_memory.ticket import ArenaTicket, SlabPlace, place_slabs
 from kvmoor.observation import ArenaQuarantined, Observer, SilentObserver, notify
@@ -281,9 +282,17 @@ def _check_status(ticket: ArenaTicket, status: StatusReader) -> None:
         raise SettingsError("the status segment belongs to an arena of another layout: use the ticket of this arena")
     if (header.pid, header.start_time) != (ticket.owner.pid, ticket.owner.start_time):
         raise BrokenError(
-            f"the status segment belongs to process {header.pid}, the ticket names {ticket.owner.pid}: use the ticket "
-            "of the process that owns the arena"
+            f"the status segment belongs to process {header.pid}, started at tick {header.start_time}, the ticket "
+            f"names process {ticket.owner.pid}, started at tick {ticket.owner.start_time}: use the ticket of the "
+            "process that owns the arena"
         )
     slots = tuple(group.num_slots for group in ticket.groups)
     if status.num_slots != slots:
         raise BrokenError(f"the status segment has {status.num_slots} slots, the ticket {slots}: use one of this arena")
+    geometry_digest = digest_geometry(ticket.groups, ticket.layout_fingerprint)
+    if header.geometry_digest != geometry_digest:
+        raise CorruptDataError(
+            f"the owner, process {ticket.owner.pid}, keeps its slots elsewhere than the ticket says (digest of the "
+            f"geometry {header.geometry_digest.hex()[:16]}, in the ticket {geometry_digest.hex()[:16]}): "
+            "pass the ticket on unchanged"
+        )

@@ -107,12 +107,15 @@ class _CgroupFiles:
 
     limits: tuple[str, ...]
     usage: str
-    reclaimable: str
+    reclaimable: tuple[str, ...]
+    """Page cache on both of its lists: the kernel drops it before it kills, also what was used twice."""
 
 
-_V1: Final = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V1: Final = _CgroupFiles(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
 # Above memory.high nobody is killed, but every allocation is throttled and memory that cannot be reclaimed stays so.
-_V2: Final = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V2: Final = _CgroupFiles(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
 def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
@@ -184,8 +187,8 @@ def _read_headroom(directory: Path, files: _CgroupFiles) -> tuple[int, Path] | N
     reclaimable = 0
     for line in _read_text(directory / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
-        if key == files.reclaimable:
-            reclaimable = _parse_number(value) or 0
+        if key in files.reclaimable:
+            reclaimable += _parse_number(value) or 0
     return max(0, limit - max(0, usage - reclaimable)), path
 
 

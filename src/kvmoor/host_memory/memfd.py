@@ -96,7 +96,8 @@ class MemfdSegments:
             raise translate_os_error(
                 error,
                 f"creating the shared memory file {name} of {format_nbytes(nbytes)}",
-                "raise the limit of open files (ulimit -n), or lower host_memory",
+                "raise the limit of open files (ulimit -n), let the container's seccomp profile allow memfd_create and "
+                "F_ADD_SEALS, or lower host_memory",
             ) from error
         return fd
 

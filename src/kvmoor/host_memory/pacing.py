@@ -46,7 +46,8 @@ class StepPacer:
     """Say how long a registration has to wait for the engine's sake. Any thread may call anything.
 
     An arena has its own. Full speed until the engine notes its first step, and again whenever no step came for three of
-    its recent step lengths, at least 100 ms.
+    its recent step lengths, at least 100 ms. An engine that notes the ends of its steps too counts as stepping until
+    the end of each, so that a prefill of seconds behind steps of milliseconds is not taken for a rest.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -56,6 +57,8 @@ class StepPacer:
         self._recent_steps: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
         self._last_registration: float | None = None
         self._steps_since_registration = 0
+        self._in_step = False
+        self._ends_are_noted = False
 
     def forked(self) -> None:
         """Replace the lock in a forked child: another thread of the parent may have held it."""
@@ -68,7 +71,14 @@ class StepPacer:
             if self._last_step is not None and now - self._last_step <= _LONGEST_STEP_S:
                 self._recent_steps.append(now - self._last_step)
             self._last_step = now
+            self._in_step = True
             self._steps_since_registration += 1
+
+    def note_step_end(self) -> None:
+        """Take note that the step has ended: noted or not, but if once then always."""
+        with self._lock:
+            self._in_step = False
+            self._ends_are_noted = True
 
     def note_registration(self) -> None:
         """Take note that a registration has ended just now."""
@@ -86,6 +96,8 @@ class StepPacer:
             last, num_steps = self._last_registration, self._steps_since_registration
             step_s = statistics.median(self._recent_steps) if self._recent_steps else 0.0
             window_s = max(_IDLE_AFTER_S, _IDLE_AFTER_STEPS * step_s)
+            if self._in_step and self._ends_are_noted:
+                window_s = _LONGEST_STEP_S
             idle_from = now if self._last_step is None else self._last_step + window_s
             steps_are_short = bool(self._recent_steps) and step_s < SHORT_STEP_S
         if now >= idle_from:

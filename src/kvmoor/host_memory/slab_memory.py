@@ -1,6 +1,7 @@
 """The memory behind an arena's slabs: a range of addresses that is filled slab by slab."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
@@ -12,6 +13,8 @@ from kvmoor.host_memory.memfd import SEALS, MemfdSegments
 from kvmoor.host_memory.numa import MemoryNodes, NumaMode, read_memory_nodes
 from kvmoor.host_memory.page_mapping import PageMapping, Residency, SystemCalls, read_residency
 from kvmoor.process_end import close_in_forked_child
+
+_log = logging.getLogger("kvmoor")
 
 
 class Backing(Enum):
@@ -87,6 +90,7 @@ class SlabMemory:
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes = (*self._notes, text)
+            _log.warning("host memory is not placed as asked: %s", text)
 
     @property
     def base(self) -> int:

@@ -218,7 +218,9 @@ class SlabRegistration:
             self._registrar.prepare_thread()
         except Exception as error:
             with self._changed:
+                self._call = ""
                 self._unproven.append(f"the thread that unregisters could not be prepared ({_describe_error(error)})")
+                self._changed.notify_all()
             return
         while True:
             with self._changed:

@@ -6,13 +6,14 @@
           3      number of groups                   |  never change, and lie under the checksum
           4-5    nonce                              |
           6-9    layout fingerprint                 |
-          10     process id of the owner            |
-          11     its start time                     |
-          12     xxh3_64 of the words above and of the slots of each group
-          16     1: open, 2: closed by its owner    |  a cache line that changes
-          17     heartbeats so far                  |
-          18     CLOCK_MONOTONIC ns of the last one |
-          24     slots of each group                   (never change)
+          10-13  digest of where the slots are      |
+          14     process id of the owner            |
+          15     its start time                     |
+          16     xxh3_64 of the words above and of the slots of each group
+          24     1: open, 2: closed by its owner    |  a cache line that changes
+          25     heartbeats so far                  |
+          26     CLOCK_MONOTONIC ns of the last one |
+          32     slots of each group                   (never change)
           then   published slots of each group
           then   for each group a bit a slot: published
           then   for each group a word a slot: the order that last filled it whole, 0: none
@@ -21,6 +22,7 @@ All words are 64 bits in the byte order of the host.
 """
 
 import ctypes
+import dataclasses
 import mmap
 import struct
 from collections.abc import Sequence
@@ -33,8 +35,10 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from kvmoor.block_key import namespace_digest
 from kvmoor.byte_sizes import format_nbytes, round_up
 from kvmoor.errors import CorruptDataError, RequestError
+from kvmoor.host_memory.arena_plan import GroupPlan
 from kvmoor.host_memory.owner_process import check_fixed_size
 from kvmoor.host_memory.page_mapping import PageMapping, translate_os_error
 from kvmoor.host_memory.process_identity import ProcessCalls
@@ -42,16 +46,17 @@ from kvmoor.host_memory.process_identity import ProcessCalls
 FORMAT_VERSION: Final = 1
 NONCE_NBYTES: Final = 16
 FINGERPRINT_NBYTES: Final = 32
-STATE_WORD: Final = 16
-HEARTBEATS_WORD: Final = 17
-HEARTBEAT_NS_WORD: Final = 18
+GEOMETRY_DIGEST_NBYTES: Final = 32
+STATE_WORD: Final = 24
+HEARTBEATS_WORD: Final = 25
+HEARTBEAT_NS_WORD: Final = 26
 STATE_OPEN: Final = 1
 STATE_CLOSED: Final = 2
 
 _MAGIC: Final = b"kvmoorST"
-_FIXED: Final = struct.Struct("=8sQQQ16s32sQQ")
+_FIXED: Final = struct.Struct("=8sQQQ16s32s32sQQ")
 _CHECKSUM: Final = struct.Struct("=Q")
-_TABLE_WORD: Final = 24
+_TABLE_WORD: Final = 32
 _WORD_NBYTES: Final = 8
 _BITS: Final = 64
 _MAX_GROUPS: Final = 4096
@@ -113,6 +118,7 @@ class StatusHeader:
 
     nonce: bytes
     layout_fingerprint: bytes
+    geometry_digest: bytes
     pid: int
     start_time: int
     shape: StatusShape
@@ -121,6 +127,7 @@ class StatusHeader:
         """Return the beginning of a new segment."""
         assert len(self.nonce) == NONCE_NBYTES, self.nonce
         assert len(self.layout_fingerprint) == FINGERPRINT_NBYTES, self.layout_fingerprint
+        assert len(self.geometry_digest) == GEOMETRY_DIGEST_NBYTES, self.geometry_digest
         fixed = _FIXED.pack(
             _MAGIC,
             FORMAT_VERSION,
@@ -128,12 +135,26 @@ class StatusHeader:
             len(self.shape.num_slots),
             self.nonce,
             self.layout_fingerprint,
+            self.geometry_digest,
             self.pid,
             self.start_time,
         )
         table = _pack_words(self.shape.num_slots)
         checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fixed + table))
         return (fixed + checksum).ljust(_TABLE_WORD * _WORD_NBYTES, b"\0") + table
+
+
+def digest_geometry(groups: Sequence[GroupPlan], layout_fingerprint: bytes) -> bytes:
+    """Return 32 bytes that change with every number from which the address of a slot is computed.
+
+    Sizes alone do not tell two geometries apart: one slot a slab less may round up to the same files.
+    """
+    numbers = {
+        f"{place}.{field.name}": getattr(group, field.name)
+        for place, group in enumerate(groups)
+        for field in dataclasses.fields(group)
+    }
+    return namespace_digest({"layout": layout_fingerprint, **numbers})
 
 
 def read_status_header(fd: int, what: str, calls: ProcessCalls) -> StatusHeader:
@@ -148,7 +169,7 @@ def read_status_header(fd: int, what: str, calls: ProcessCalls) -> StatusHeader:
         head = calls.pread(fd, _TABLE_WORD * _WORD_NBYTES, 0)
         if len(head) < _TABLE_WORD * _WORD_NBYTES or not head.startswith(_MAGIC):
             raise CorruptDataError(f"{what} is not a status segment ({found.st_size} bytes): use a new ticket")
-        _, version, nbytes, num_groups, nonce, fingerprint, pid, start_time = _FIXED.unpack_from(head)
+        _, version, nbytes, num_groups, nonce, fingerprint, geometry, pid, start_time = _FIXED.unpack_from(head)
         if version != FORMAT_VERSION:
             raise CorruptDataError(
                 f"{what} has format {version}, this is format {FORMAT_VERSION}: run one version of kvmoor on this host"
@@ -167,7 +188,7 @@ def read_status_header(fd: int, what: str, calls: ProcessCalls) -> StatusHeader:
             f"{what} has {found.st_size} bytes, its header says {nbytes} and its slots need {shape.nbytes}: "
             "it is damaged, start its owner again"
         )
-    return StatusHeader(nonce, fingerprint, pid, start_time, shape)
+    return StatusHeader(nonce, fingerprint, geometry, pid, start_time, shape)
 
 
 class MappedWords:

@@ -84,7 +84,7 @@ class StatusReader:
 
     @property
     def header(self) -> StatusHeader:
-        """Return what never changes: nonce, layout fingerprint, owner."""
+        """Return what never changes: nonce, layout fingerprint, geometry, owner."""
         return self._header
 
     @property

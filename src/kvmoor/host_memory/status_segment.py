@@ -14,6 +14,7 @@ On CPUs that reorder stores, the lock taken here for every write, and the one th
 stores of words and of bytes into this order.
 """
 
+import errno
 import mmap
 import os
 import secrets
@@ -45,6 +46,7 @@ from kvmoor.host_memory.status_format import (
     StatusHeader,
     StatusShape,
     bit_masks,
+    digest_geometry,
 )
 from kvmoor.process_end import register
 from kvmoor.transfer_messages import OrderId, SlotRange
@@ -52,7 +54,7 @@ from kvmoor.transfer_messages import OrderId, SlotRange
 NAME_PREFIX: Final = "kvmoor:"
 _MAX_NAME_NBYTES: Final = 249
 """What the kernel takes for a memfd."""
-_SEAL_FUTURE_WRITE: Final = 0x10  # fcntl has it from Python 3.13 on
+_SEAL_FUTURE_WRITE: Final = 0x10  # fcntl has it from Python 3.13 on, and the kernel from 5.1 on
 _MAX_ORDER_ID: Final = 2**64 - 1
 
 
@@ -61,6 +63,8 @@ class StatusSegment:
 
     It belongs to the process that owns the arena, whether the arena itself is shared or not. The memfd is called
     ``kvmoor:<engine_id>:<rank>``, has a fixed size, and cannot be written through any other mapping or descriptor.
+    Kernels before Linux 5.1 cannot forbid that last thing: there a process of the same user that opens the memfd for
+    writing can make it lie. Readers of ours never do, and no reader can crash on it, because its size is fixed anyway.
 
     Any thread may call any method. Raises `SettingsError` for a name that cannot be used, `NoRoomError` and
     `BrokenError` for what the system refuses; a constructor that fails leaves nothing behind.
@@ -79,11 +83,17 @@ class StatusSegment:
         self._shape = StatusShape(tuple(group.num_slots for group in plan.groups))
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
         self._layout_fingerprint = layout.fingerprint
+        self._geometry_digest = digest_geometry(plan.groups, layout.fingerprint)
         # Guards `_view`: nobody may store to a word that is being unmapped.
         self._lock = threading.Lock()
         self._view: NDArray[np.uint64] | None = None
         header = StatusHeader(
-            self._nonce, self._layout_fingerprint, self._identity.pid, self._identity.start_time, self._shape
+            self._nonce,
+            self._layout_fingerprint,
+            self._geometry_digest,
+            self._identity.pid,
+            self._identity.start_time,
+            self._shape,
         )
         with ExitStack() as opened:
             self._fd = self._create(opened, header.to_bytes())
@@ -105,7 +115,7 @@ class StatusSegment:
             self._view = self._mapping.view(writable=True)
             self._view[STATE_WORD] = STATE_OPEN
             self._store_heartbeat(self._view)
-            self._calls.add_seals(fd, FIXED_SIZE_SEALS | _SEAL_FUTURE_WRITE)
+            self._seal(fd)
         except OSError as error:
             raise translate_os_error(
                 error,
@@ -113,6 +123,22 @@ class StatusSegment:
                 "raise the limit of open files (ulimit -n), or free memory",
             ) from error
         return fd
+
+    def _seal(self, fd: int) -> None:
+        """Forbid that the size changes, and where the kernel knows how, that anybody else writes."""
+        try:
+            try:
+                self._calls.add_seals(fd, FIXED_SIZE_SEALS | _SEAL_FUTURE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._calls.add_seals(fd, FIXED_SIZE_SEALS)
+        except OSError as error:
+            raise translate_os_error(
+                error,
+                f"sealing the status segment {self._name}",
+                "let the sandbox or the seccomp profile of the container allow fcntl with F_ADD_SEALS",
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +174,11 @@ class StatusSegment:
     def layout_fingerprint(self) -> bytes:
         """Return the fingerprint of the layout whose blocks the arena holds."""
         return self._layout_fingerprint
+
+    @property
+    def geometry_digest(self) -> bytes:
+        """Return the digest of where the slots of the arena are (`digest_geometry`)."""
+        return self._geometry_digest
 
     @property
     def owner(self) -> ProcessIdentity:

@@ -18,7 +18,7 @@ from kvmoor.host_memory.limits import MemoryLimits
 from kvmoor.host_memory.memfd import MAX_SEGMENTS
 from kvmoor.host_memory.owner_process import SharedFile, describe_shared_file
 from kvmoor.host_memory.process_identity import ProcessCalls, ProcessIdentity
-from kvmoor.host_memory.status_format import FINGERPRINT_NBYTES, NONCE_NBYTES
+from kvmoor.host_memory.status_format import FINGERPRINT_NBYTES, NONCE_NBYTES, digest_geometry
 from kvmoor.host_memory.status_segment import StatusSegment
 
 TICKET_FORMAT: Final = 1
@@ -126,14 +126,14 @@ def make_ticket(
         raise SettingsError(f"{arena!r} has nothing to share: open it with backing=Backing.MEMFD, and not closed")
     if status_segment.closed:
         raise SettingsError(f"{status_segment!r} cannot be read by others any more: open a new one")
-    slots = tuple(group.num_slots for group in arena.plan.groups)
-    if status_segment.num_slots != slots:
-        raise SettingsError(
-            f"{status_segment!r} has {status_segment.num_slots} slots and the arena {slots}: pass the segment that was "
-            "made for the plan of the arena"
-        )
     if status_segment.layout_fingerprint != layout.fingerprint:
         raise SettingsError(f"{status_segment!r} was made for another layout: pass the layout of the arena")
+    if status_segment.geometry_digest != digest_geometry(arena.plan.groups, layout.fingerprint):
+        slots = tuple(group.num_slots for group in arena.plan.groups)
+        raise SettingsError(
+            f"{status_segment!r} has {status_segment.num_slots} slots and the arena {slots}, or they lie elsewhere: "
+            "pass the segment that was made for the plan of the arena"
+        )
     return ArenaTicket(
         owner=status_segment.owner,
         segments=tuple(describe_shared_file(fd, calls) for fd in arena.descriptors),

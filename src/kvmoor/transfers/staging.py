@@ -1,6 +1,7 @@
 """What a worker needs to copy to and from slots that its device does not reach: a staged queue and a ring a lane."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
@@ -82,6 +83,7 @@ class Staging:
 
     def close(self, _timeout_s: float = 0.0) -> bool:
         """Free the rings and return True. Caller: `Device.close` has proven that nothing runs any more."""
-        for ring in self._rings:
-            ring.close()
+        with ExitStack() as rings:  # the others are freed even if one cannot be
+            for ring in self._rings:
+                rings.callback(ring.close)
         return True

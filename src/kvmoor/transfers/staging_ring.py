@@ -88,6 +88,6 @@ class StagingRing:
     def close(self) -> None:
         """Free the memory, with whatever is still taken. Caller: no copy runs on the device any more."""
         self._closed = True
-        base, self._base = self._base, 0
-        if base:
-            self._device.free_staging(base)
+        if self._base:
+            self._device.free_staging(self._base)
+            self._base = 0
