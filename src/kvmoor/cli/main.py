@@ -5,6 +5,7 @@ import typer
 import kvmoor
 from kvmoor.cli.demo_command import demo
 from kvmoor.cli.signals import exit_on_signals
+from kvmoor.cli.simulate_command import simulate
 
 app = typer.Typer(
     help="Keep the KV-cache blocks of an LLM engine in host memory and bring them back when a prompt returns.",
@@ -14,6 +15,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(demo)
+app.command()(simulate)
 
 
 @app.command()
