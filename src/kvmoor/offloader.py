@@ -25,6 +25,7 @@ from kvmoor.coordinator import Coordinator, CoordinatorStatistics
 from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.device import Device, DeviceEvent
 from kvmoor.errors import ClosedError, RequestError, SettingsError
+from kvmoor.host_memory.arena import PAUSE_TIMEOUT_S
 from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
 from kvmoor.host_memory.limits import read_memory_limits
 from kvmoor.host_memory.numa import NumaChoice
@@ -296,6 +297,25 @@ class Offloader:
     def note_step_end(self) -> None:
         """Take note that the step has ended. Noted or not, but if once then always: a long step is then no rest."""
         self._worker.note_step_end()
+
+    def pause_registration(self, timeout_s: float = PAUSE_TIMEOUT_S) -> bool:
+        """Let no page-locking begin before `resume_registration`; say whether none is under way any more.
+
+        For what the engine cannot have disturbed, such as a graph capture. Pauses add up; mapping goes on.
+        """
+        return self._worker.pause_registration(checked_timeout(timeout_s, option="timeout_s"))
+
+    def resume_registration(self) -> None:
+        """End one pause; harmless without one."""
+        self._worker.resume_registration()
+
+    def cancel_registration(self) -> None:
+        """Page-lock nothing any more after the slab that is under way: the rest is staged. Never blocks."""
+        self._worker.arena.cancel_registration()
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Wait until all host memory can be copied to directly; False at once if that cannot come true."""
+        return self._worker.wait_registered(checked_timeout(timeout_s, option="timeout_s"))
 
     def reset(self) -> None:
         """Forget every block, stores in flight included: what was computed with other weights must not return."""

@@ -669,6 +669,29 @@ def test_steps_and_pauses_reach_the_registration() -> None:
     registrar.check()
 
 
+def test_an_offloader_holds_up_page_locking() -> None:
+    """While an engine has paused it no page-locking begins; afterwards it does, and the engine can wait for it."""
+    registrar = ScriptedRegistrar()
+    gate = registrar.hold_at(0)
+    blocks = DeviceBlocks(num_blocks=2, page_nbytes=1 << 20)
+    with Offloader(
+        blocks.layout(), host_memory="128MiB", device=CpuDevice(registrar=registrar), memory_check="warn"
+    ) as offloader:
+        assert gate.wait_reached(WAIT_S)
+        assert not offloader.pause_registration(0.01)  # one call is under way
+        gate.release()
+        assert offloader.pause_registration(WAIT_S)
+        num_calls = registrar.num_calls("register")
+        assert not offloader.wait_registered(0.05)
+        assert num_calls == registrar.num_calls("register")
+
+        offloader.resume_registration()
+        offloader.resume_registration()
+        assert offloader.wait_registered(WAIT_S)
+        offloader.cancel_registration()
+    registrar.check()
+
+
 def test_an_offloader_passes_on_the_steps() -> None:
     """`Offloader.note_step` is the engine's way to say that it steps."""
     with Offloader(DeviceBlocks().layout(), host_memory="64KiB", device=CpuDevice()) as offloader:
