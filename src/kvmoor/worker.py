@@ -169,8 +169,8 @@ class TransferWorker:
         `BrokenError` for a broken lane; then nothing was queued.
         """
         self._check_not_inherited()
-        plan = plan_copies(self._layout, order.parts, device_blocks, self._arena.slot_addresses)
-        plan = self._staging.mark(plan, order.parts, self._arena.are_registered)
+        are_reachable = None if self._device.registrar is None else self._arena.are_registered
+        plan = plan_copies(self._layout, order.parts, device_blocks, self._arena.slot_addresses, are_reachable)
         if wait_for is not None and not isinstance(wait_for, DeviceEvent):
             raise RequestError(f"wait_for is a {type(wait_for).__name__}: give an event of the device, or None")
         event = wait_for if wait_for is not None else self._device.record_event()

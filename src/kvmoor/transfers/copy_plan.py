@@ -66,11 +66,13 @@ def plan_copies(
     parts: Sequence[OrderPart],
     device_blocks: DeviceBlocks,
     slot_addresses: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+    are_reachable: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]] | None = None,
 ) -> CopyPlan:
     """Pair the slots of an order with device blocks, both checked.
 
-    `slot_addresses(group, slots)` returns where slots begin and refuses those that may not be used. Raises
-    `RequestError` with nothing changed.
+    `slot_addresses(group, slots)` returns where slots begin and refuses those that may not be used.
+    `are_reachable(group, slots)` says which of them the device reaches itself (None: all), and a slot that is reachable
+    once has to stay so. Raises `RequestError` with nothing changed.
     """
     copies = []
     num_blocks = nbytes = 0
@@ -88,7 +90,9 @@ def plan_copies(
         num_blocks += len(part.slots)
         nbytes += len(part.slots) * group.block_nbytes
         if group.tensors and len(part.slots):
-            copies.append(BlockCopies(group, blocks.ravel(), slot_addresses(part.group, slots)))
+            addresses = slot_addresses(part.group, slots)
+            reachable = None if are_reachable is None else are_reachable(part.group, slots)
+            copies.append(BlockCopies(group, blocks.ravel(), addresses, reachable))
     return CopyPlan(tuple(copies), num_blocks, nbytes)
 
 

@@ -1,17 +1,10 @@
 """What a worker needs to copy to and from slots that its device does not reach: a staged queue and a ring a lane."""
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvmoor.block_layout import BlockLayout
 from kvmoor.devices.device import CopyQueue, Device, Direction
-from kvmoor.transfer_messages import OrderPart
-from kvmoor.transfers.copy_plan import CopyPlan
 from kvmoor.transfers.staged_queue import StagedQueue
 from kvmoor.transfers.staging_ring import StagingRing
 
@@ -21,11 +14,11 @@ fills or empties them do not wait for each other. Guessed."""
 
 
 class Staging:
-    """Own the rings of a worker's lanes, and know which blocks go through them.
+    """Own the rings of a worker's lanes.
 
-    Without a `Device.registrar` the device reaches all slots, and everything here passes on what it is given. Each
-    lane has a ring of its own, so that no lane waits for the ring of another. Memory is taken when the first block is
-    staged. Any thread may ask for the numbers; the rest belongs to the worker.
+    Without a `Device.registrar` the device reaches all slots, and there are none. Each lane has a ring of its own, so
+    that no lane waits for the ring of another. Memory is taken when the first block is staged. Any thread may ask for
+    the numbers; the rest belongs to the worker.
     """
 
     def __init__(self, device: Device, layout: BlockLayout) -> None:
@@ -46,25 +39,6 @@ class Staging:
         self._rings.append(ring)
         self._queues.append(staged)
         return staged
-
-    def mark(
-        self,
-        plan: CopyPlan,
-        parts: Sequence[OrderPart],
-        are_reachable: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
-    ) -> CopyPlan:
-        """Tell for each block of a plan for `parts` whether the device reaches its slot itself.
-
-        `are_reachable(group, slots)` says so; a slot that is reachable once has to stay so.
-        """
-        if not self._queues:
-            return plan
-        parts = [part for part in parts if part.slots and self._layout.groups[part.group].tensors]
-        copies = [
-            replace(each, reachable=are_reachable(part.group, np.asarray(part.slots, np.int64)))
-            for each, part in zip(plan.copies, parts, strict=True)
-        ]
-        return replace(plan, copies=tuple(copies))
 
     @property
     def staged_jobs(self) -> int:
