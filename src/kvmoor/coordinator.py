@@ -61,7 +61,6 @@ class Coordinator:
         self._index = BlockIndex(num_groups, policy_factory(eviction))
         self._orders: dict[OrderId, StoreLease | LoadLease] = {}
         self._loading: set[LoadLease] = set()  # leases that an order holds, so that nobody else can end them
-        self._inherited = False
         register(self, forked=self._forked)
         self._last_order_id = 0
         self._stored = self._loaded = self._declined = self._unknown_reports = 0
@@ -72,7 +71,6 @@ class Coordinator:
         self._index = BlockIndex(self._num_groups)
         self._orders = {}
         self._loading = set()
-        self._inherited = True
 
     def publish(self, ranges: Iterable[SlotRange]) -> None:
         """Take slots into use that the worker has made ready."""
@@ -111,7 +109,7 @@ class Coordinator:
     def is_free(self, lease: LoadLease) -> bool:
         """Say whether a match can still be loaded: nobody has released it, and no order holds it."""
         with self._lock:
-            return not (self._inherited or lease.resolved or lease in self._loading)
+            return self._is_free(lease)
 
     def keep(self, lease: LoadLease, num_blocks: int) -> None:
         """Give back all but the first `num_blocks` blocks of a match that is free."""
@@ -122,7 +120,7 @@ class Coordinator:
     def release(self, lease: LoadLease) -> None:
         """Give back a match; does nothing if it is not free."""
         with self._lock:
-            if not (self._inherited or lease.resolved or lease in self._loading):
+            if self._is_free(lease):
                 self._index.abort(lease)
 
     def prepare_load(self, lease: LoadLease) -> Order:
@@ -187,10 +185,14 @@ class Coordinator:
         with self._lock:
             self._index.check_invariants()
 
+    def _is_free(self, lease: LoadLease) -> bool:
+        # In a forked child the index is a new one, so that no match of the parent's is free there.
+        return lease.owner is self._index and not lease.resolved and lease not in self._loading
+
     def _check_free(self, lease: LoadLease) -> None:
         if lease.owner is not self._index:
             raise RequestError("this match is of another offloader: load it with the one that gave it")
-        if lease.resolved or lease in self._loading:
+        if not self._is_free(lease):
             raise RequestError("this match was loaded or released already: match the keys anew")
 
     def _order(self, kind: OrderKind, lease: StoreLease | LoadLease) -> Order:
