@@ -248,7 +248,7 @@ class Offloader:
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Find the longest prefix of `keys` that is in host memory, and lease it until it is loaded or released."""
         self._worker_for(1)
-        return Match(self._coordinator, self._coordinator.match(_checked_keys(keys)))
+        return Match(self._coordinator, self._coordinator.match(_listed(keys)))  # the index looks at each key
 
     def submit_load(
         self, match: Match, block_ids: ArrayLike, *, wait_for: DeviceEvent | None = None, expedited: bool = False
@@ -371,11 +371,15 @@ class Offloader:
         self._worker.observe(reports)
 
 
-def _checked_keys(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
+def _listed(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
     try:
-        found = tuple(keys)
+        return tuple(keys)
     except TypeError as error:
         raise RequestError(f"keys are a {type(keys).__name__}: give a sequence of BlockKey objects") from error
+
+
+def _checked_keys(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
+    found = _listed(keys)
     for position, key in enumerate(found):
         if not isinstance(key, BlockKey):
             raise RequestError(f"key {position} is a {type(key).__name__}: give BlockKey objects")
