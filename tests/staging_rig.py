@@ -45,6 +45,7 @@ class WatchedQueue:
         self.queue = queue
         self.given: list[tuple[BlockCopies, ...]] = []
         self.refuse_at: dict[int, BaseException] = {}
+        self.probes = 0
         self._changed = threading.Condition()  # announces additions to `given`
 
     def enqueue(self, copies: Sequence[BlockCopies], sequence: int, wait_for: DeviceEvent | None) -> None:
@@ -69,6 +70,13 @@ class WatchedQueue:
 
     def wait_completed(self, sequence: int, timeout_s: float) -> bool:
         return self.queue.wait_completed(sequence, timeout_s)
+
+    def probe(self) -> None:
+        self.probes += 1
+        self.queue.probe()
+
+    def order_after(self, stream: object, sequence: int) -> None:
+        self.queue.order_after(stream, sequence)
 
     def close(self, timeout_s: float) -> bool:
         return self.queue.close(timeout_s)

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -36,7 +37,7 @@ from kvmoor.transfers.lane import TransferLane
 from kvmoor.transfers.slot_status import SlotStatus
 from kvmoor.transfers.staging import STAGING_NBYTES, Staging
 from kvmoor.transfers.transfer import Transfer, TransferState
-from kvmoor.worker_reports import CloseReport, CloseStep, WorkerStatistics
+from kvmoor.worker_reports import CloseReport, WorkerStatistics, take_step
 
 _log = logging.getLogger("kvmoor")
 
@@ -85,7 +86,7 @@ class TransferWorker:
         self._close_lock = threading.Lock()
         self._closing = self._inherited = False
         self._close_report: CloseReport | None = None
-        self._done = self._failed = self._given_up = 0
+        self._outcomes = dict.fromkeys(Outcome, 0)
         self._moved_nbytes = dict.fromkeys(OrderKind, 0)
         self._staging = Staging(device, layout)
         staging_nbytes = min(STAGING_NBYTES, plan.nbytes // 128) if staging_nbytes is None else staging_nbytes
@@ -188,7 +189,7 @@ class TransferWorker:
                 raise RequestError(f"order {order.order_id} is running already: give each order an id of its own")
             self._refuse_withheld_blocks(plan)
             if order.kind is OrderKind.DEVICE_TO_SLOT:
-                self._status.begin(order)
+                self._status.begin(order.order_id, plan.slots)
             try:
                 lane.submit(order, plan, wait_for=event, timeout_s=self._job_timeout_s)
             finally:
@@ -279,6 +280,14 @@ class TransferWorker:
                     f"{timeout_s:g} s: its device blocks must not be reused before a result says so"
                 )
 
+    def order_after(self, order_id: OrderId, stream: object) -> None:
+        """Let a stream of the engine's wait for an order and return at once: see `CopyQueue`. Unknown ids are over."""
+        self._check_not_inherited()
+        with self._lock:
+            found = self._find(order_id)
+        if found is not None:
+            found[0].order_after(found[1], stream)
+
     def statistics(self) -> WorkerStatistics:
         """Return what runs now and what was moved so far."""
         with self._lock:
@@ -287,9 +296,9 @@ class TransferWorker:
             return WorkerStatistics(
                 running=running,
                 abandoned=len(unproven) - running,
-                done=self._done,
-                failed=self._failed,
-                given_up=self._given_up,
+                done=self._outcomes[Outcome.DONE],
+                failed=self._outcomes[Outcome.FAILED],
+                given_up=self._outcomes[Outcome.ABANDONED],
                 stored_nbytes=self._moved_nbytes[OrderKind.DEVICE_TO_SLOT],
                 loaded_nbytes=self._moved_nbytes[OrderKind.SLOT_TO_DEVICE],
                 staged_jobs=self._staging.staged_jobs,
@@ -332,14 +341,15 @@ class TransferWorker:
             for lane in self._lanes:
                 lane.refuse_new_work()
         self._wait_idle(deadline)
-        steps = [self._step(f"{lane.name} lane", lane.close, deadline) for lane in self._lanes]
-        steps.append(self._step("device", self._device.close, deadline))
-        steps.append(self._step("status segment", self._status.close, deadline))
+        step = partial(take_step, deadline=deadline, at_least_s=QUEUE_CLOSE_TIMEOUT_S)
+        steps = [step(f"{lane.name} lane", lane.close) for lane in self._lanes]
+        steps.append(step("device", self._device.close))
+        steps.append(step("status segment", self._status.close))
         # Not before all is proven: to give memory back may block behind whatever still runs on the device.
         if all(step.proven for step in steps):
-            steps.append(self._step("staging memory", self._staging.close, deadline))
+            steps.append(step("staging memory", self._staging.close))
         if all(step.proven for step in steps):
-            arena = self._step("arena", self._arena.close, deadline)
+            arena = step("arena", self._arena.close)
             steps.append(replace(arena, error=arena.error or self._arena.quarantine_reason))
         reason = "; ".join(f"{step.name}: {step.error or 'not proven idle'}" for step in steps if not step.proven)
         if not reason:
@@ -360,14 +370,6 @@ class TransferWorker:
             for transfer in running:
                 lane.wait_over(transfer, deadline - time.monotonic())
 
-    def _step(self, name: str, close: Callable[[float], bool], deadline: float) -> CloseStep:
-        """Take one step of closing; a step that raises proves nothing, and the next one is taken all the same."""
-        try:
-            return CloseStep(name, proven=close(max(QUEUE_CLOSE_TIMEOUT_S, deadline - time.monotonic())))
-        except Exception as error:
-            _log.exception("closing the %s raised; closing goes on", name)
-            return CloseStep(name, proven=False, error=f"{type(error).__name__}: {error}")
-
     def _refuse_withheld_blocks(self, plan: CopyPlan) -> None:
         """Raise `BusyError` for device blocks that a load which was given up may still write."""
         for lane in (self._load_lane, self._expedited_lane):
@@ -385,9 +387,7 @@ class TransferWorker:
         return None
 
     def _count(self, report: Report) -> None:
-        self._done += report.outcome is Outcome.DONE
-        self._failed += report.outcome is Outcome.FAILED
-        self._given_up += report.outcome is Outcome.ABANDONED
+        self._outcomes[report.outcome] += 1
         self._moved_nbytes[report.kind] += report.nbytes
 
     def _check_not_inherited(self) -> None:

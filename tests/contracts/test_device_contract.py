@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvmoor.devices.cpu import CpuCopyQueue, CpuDevice
-from kvmoor.devices.cpu_stream import CpuEvent, StreamLatch
+from kvmoor.devices.cpu_stream import CpuEvent, CpuStream, StreamLatch
 from kvmoor.devices.device import BlockCopies, Device, DeviceEvent, Direction
 from kvmoor.errors import DeviceError
 from kvmoor.testing import DeviceContract, ScriptedCopies
@@ -53,6 +53,10 @@ class CpuContract(DeviceContract):
 
     def open_engine(self, device: Device) -> EngineStream:
         return CpuEngine(device, self)
+
+    def stream_of(self, engine: EngineStream) -> object:
+        assert isinstance(engine, CpuEngine)
+        return engine._stream
 
     def open_failing_device(self, index: int) -> Device:
         scripted = ScriptedCopies()
@@ -137,6 +141,22 @@ class _ClosesTooSoon(CpuCopyQueue):
         return timeout_s < 1 or super().close(timeout_s)
 
 
+class _OrdersNothing(CpuCopyQueue):
+    def order_after(self, stream: object, sequence: int) -> None:
+        super().order_after(stream, min(sequence, 0) if sequence == self._last_sequence else sequence)
+
+
+class _OrdersAnything(CpuCopyQueue):
+    def order_after(self, stream: object, sequence: int) -> None:
+        if isinstance(stream, CpuStream):
+            super().order_after(stream, min(sequence, self._last_sequence))
+
+
+class _GivesUpWhenAsked(CpuCopyQueue):
+    def probe(self) -> None:
+        self._word.advance(self._last_sequence)
+
+
 class _NeverClosed(CpuCopyQueue):
     def close(self, timeout_s: float) -> bool:
         return super().close(timeout_s) and False
@@ -185,6 +205,9 @@ class _MarksWhatNeverEnds(CpuDevice):
         ("a_job_waits_for_its_event", _MarksNothing),
         ("a_store_takes_what_the_engine_wrote_before_the_event", broken_device(_IgnoresEvents)),
         ("a_load_spares_what_the_engine_reads_before_the_event", broken_device(_IgnoresEvents)),
+        ("a_stream_waits_for_a_job", broken_device(_OrdersNothing)),
+        ("a_stream_waits_for_a_job", broken_device(_OrdersAnything)),
+        ("probing_ends_no_job_of_a_device_that_lives", broken_device(_GivesUpWhenAsked)),
         ("an_idle_engine_has_no_event_to_wait_for", _MarksWhatNeverEnds),
         ("a_failed_copy_is_reported_once_and_stops_nothing", broken_device(_HidesFailures)),
         ("a_failed_copy_is_reported_once_and_stops_nothing", broken_device(_RepeatsFailures)),
@@ -214,5 +237,9 @@ def test_a_device_that_cannot_be_made_to_fail_skips() -> None:
     class Suite(CpuContract):
         open_failing_device = DeviceContract.open_failing_device
 
+        stream_of = DeviceContract.stream_of
+
     with pytest.raises(unittest.SkipTest, match="cannot be made to fail at copy 2"):
         Suite().test_a_failed_copy_is_reported_once_and_stops_nothing()
+    with pytest.raises(unittest.SkipTest, match=r"no stream of .*CpuEngine"):
+        Suite().test_a_stream_waits_for_a_job()

@@ -78,6 +78,45 @@ def test_a_slot_named_twice_is_refused() -> None:
 
     with pytest.raises(RequestError, match="slot of group 0 4 is named twice"):
         plan_copies(LAYOUT, [OrderPart(0, (4, 4))], blocks, slot_addresses)
+    blocks = device_blocks_by_group(LAYOUT, [0, 0, 0], [0, 1, 2])
+    with pytest.raises(RequestError, match="slot of group 0 4 is named twice"):
+        plan_copies(LAYOUT, [OrderPart(0, (6, 4, 4))], blocks, slot_addresses)  # three slots, three from first to last
+
+
+@pytest.mark.parametrize("distance", [1, 63, 64, 65, 10**6, 2**62])
+@pytest.mark.parametrize("num_slots", [2, 3, 200])
+def test_a_slot_named_twice_is_found_wherever_it_is(num_slots: int, distance: int) -> None:
+    """Slots that differ are taken and one that is named twice is found, close together or far apart, below zero too."""
+    blocks = {0: np.arange(num_slots).reshape(-1, 1)}
+    layout = BlockLayout((GroupLayout((TensorPages(0x10000, 1000, 256, 256),), tokens_per_block=16),))
+    slots = [distance, *range(-1, num_slots - 2)]
+    if distance < num_slots - 2:
+        slots.remove(distance)
+        slots[-1:] = [slots[-1], num_slots]
+    plan = plan_copies(layout, [OrderPart(0, tuple(slots))], blocks, slot_addresses)
+    assert [(0, slots)] == [(group, numbers.tolist()) for group, numbers in plan.slots]
+    for twice in (0, num_slots - 1):
+        named = [*slots]
+        named[num_slots // 2 if twice != num_slots // 2 else 0] = slots[twice]
+        with pytest.raises(RequestError, match=f"slot of group 0 {slots[twice]} is named twice"):
+            plan_copies(layout, [OrderPart(0, tuple(named))], blocks, slot_addresses)
+
+
+@pytest.mark.parametrize("slot", [0.5, "a", 2**63, None])
+def test_a_slot_that_is_no_number_is_refused(slot: object) -> None:
+    """What is no whole number of 64 bits is refused by its group, and nothing is rounded."""
+    with pytest.raises(RequestError, match="a slot of group 0 is no whole number"):
+        plan_copies(LAYOUT, [OrderPart(0, (slot,))], {0: np.zeros((1, 1), np.int64)}, slot_addresses)  # type: ignore[arg-type]
+
+
+def test_a_plan_names_the_slots_of_all_groups() -> None:
+    """A group without tensors has slots as well, which a store fills with nothing."""
+    blocks = device_blocks_by_group(LAYOUT, [2, 0], [99, 1])
+
+    plan = plan_copies(LAYOUT, [OrderPart(2, (5,)), OrderPart(0, (7,))], blocks, slot_addresses)
+
+    assert [(2, [5]), (0, [7])] == [(group, slots.tolist()) for group, slots in plan.slots]
+    assert 1 == len(plan.copies)
 
 
 def test_a_refused_slot_stops_the_plan() -> None:

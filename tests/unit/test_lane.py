@@ -1,11 +1,11 @@
 """A lane tells from one number which jobs are over, and promises nothing about those that are not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvmoor.devices.device import BlockCopies, DeviceEvent
-from kvmoor.errors import BrokenError, ClosedError, DeviceError
+from kvmoor.errors import BrokenError, ClosedError, DeviceError, RequestError
 from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome, Report
 from kvmoor.transfers.copy_plan import CopyPlan
 from kvmoor.transfers.lane import TransferLane
@@ -19,10 +19,14 @@ class HandQueue:
         self.failures: dict[int, DeviceError] = {}
         self.enqueued: list[int] = []
         self.refuse_from = 10**9
+        self.refuse_with: Exception = DeviceError("the driver took 3 of 5 launches")
+        self.probes = 0
+        self.at_probe: Callable[[], None] = lambda: None
+        self.ordered: list[tuple[object, int]] = []
 
     def enqueue(self, copies: Sequence[BlockCopies], sequence: int, wait_for: DeviceEvent | None) -> None:
         if sequence >= self.refuse_from:
-            raise DeviceError("the driver took 3 of 5 launches")
+            raise self.refuse_with
         self.enqueued.append(sequence)
 
     def completed(self) -> int:
@@ -34,6 +38,13 @@ class HandQueue:
     def wait_completed(self, sequence: int, timeout_s: float) -> bool:
         assert timeout_s >= 0
         return self.word >= sequence
+
+    def probe(self) -> None:
+        self.probes += 1
+        self.at_probe()
+
+    def order_after(self, stream: object, sequence: int) -> None:
+        self.ordered.append((stream, sequence))
 
     def close(self, timeout_s: float) -> bool:
         return self.word >= len(self.enqueued)
@@ -124,6 +135,44 @@ def test_a_late_job_is_abandoned_then_settled(lane: TransferLane, queue: HandQue
     assert [] == lane.unproven()
 
 
+def test_a_dead_device_fails_its_jobs_instead_of_keeping_them(
+    lane: TransferLane, queue: HandQueue, clock: HandClock
+) -> None:
+    """Before a job is given up the device is asked whether it lives: what a dead one has is over, and failed."""
+    for number, timeout_s in ((11, 2.0), (12, 9.0)):
+        submit(lane, number, timeout_s=timeout_s)
+
+    def die() -> None:
+        queue.word = 2
+        queue.failures = {1: DeviceError("the GPU fell off the bus"), 2: DeviceError("the GPU fell off the bus")}
+
+    queue.at_probe = die
+    clock.now = 101.9
+    assert ([], 0) == (lane.poll(), queue.probes)
+    clock.now = 102.0
+    first, second = lane.poll()
+
+    assert (Outcome.FAILED, "the GPU fell off the bus") == (first.outcome, first.reason)
+    assert Outcome.FAILED == second.outcome
+    assert [] == lane.unproven()
+
+
+def test_a_device_is_asked_once_for_each_job_that_is_late(
+    lane: TransferLane, queue: HandQueue, clock: HandClock
+) -> None:
+    """A job that was given up costs no more questions, nor does one that is over."""
+    for number in (11, 12):
+        submit(lane, number, timeout_s=2.0)
+    queue.word, clock.now = 2, 102.0
+    lane.poll()
+    assert 0 == queue.probes
+    submit(lane, 13, timeout_s=2.0)
+    clock.now = 105.0
+    assert [(13, Outcome.ABANDONED)] == outcomes(lane.poll())
+    lane.poll()
+    assert 1 == queue.probes
+
+
 def test_a_late_success_is_never_reported_as_done(lane: TransferLane, queue: HandQueue, clock: HandClock) -> None:
     """A job that was given up never becomes DONE, so nobody can see a block that was reported lost."""
     submit(lane, 11, timeout_s=1.0)
@@ -158,6 +207,35 @@ def test_half_a_job_breaks_the_lane(lane: TransferLane, queue: HandQueue) -> Non
     assert [(11, Outcome.DONE)] == outcomes(lane.poll())
     assert [12] == [transfer.order.order_id for transfer in lane.unproven()]
     assert [1] == queue.enqueued
+
+
+@pytest.mark.parametrize("error", [RequestError("a foreign event"), ClosedError("the queue is closed")], ids=repr)
+def test_a_job_of_which_nothing_was_queued_leaves_no_trace(
+    lane: TransferLane, queue: HandQueue, error: Exception
+) -> None:
+    """A refusal with nothing queued reaches the caller, and the lane goes on as if the job had never been."""
+    submit(lane, 11)
+    queue.refuse_from, queue.refuse_with = 2, error
+    with pytest.raises(type(error)):
+        submit(lane, 12)
+
+    assert ("", [11]) == (lane.broken, [transfer.order.order_id for transfer in lane.unproven()])
+    queue.refuse_from = 10**9
+    submit(lane, 12)
+    queue.word = queue.enqueued[-1]
+    assert [(11, Outcome.DONE), (12, Outcome.DONE)] == outcomes(lane.poll())
+
+
+def test_a_stream_is_ordered_after_a_job_by_its_number(lane: TransferLane, queue: HandQueue) -> None:
+    """The device is told the number that the job has on its queue, and the stream as it was given."""
+    for number in (11, 12, 13):
+        submit(lane, number)
+    transfer = lane.transfer(OrderId(12))
+    assert transfer is not None
+
+    lane.order_after(transfer, "a stream")
+
+    assert [("a stream", 2)] == queue.ordered
 
 
 def test_a_closed_lane_takes_nothing(lane: TransferLane, queue: HandQueue) -> None:

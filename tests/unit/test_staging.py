@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from kvmoor.block_layout import BlockLayout
 from kvmoor.devices.cpu import CpuCopyQueue, CpuDevice
 from kvmoor.devices.cpu_stream import CpuStream
 from kvmoor.devices.device import BlockCopies, CopyQueue, Device, DeviceEvent, Direction
-from kvmoor.errors import ClosedError, NoRoomError
+from kvmoor.errors import ClosedError, DeviceError, NoRoomError, RequestError, UnsupportedError
 from kvmoor.host_memory import arena_plan
 from kvmoor.host_memory.arena_plan import plan_arena
 from kvmoor.observation import Event, RegistrationDegraded
@@ -276,6 +277,111 @@ def test_a_queue_without_jobs_is_idle_at_once() -> None:
         assert rig.store.close(0.0)
         with pytest.raises(ClosedError, match="takes no more jobs"):
             rig.store.enqueue(rig.copies(Blocks(0, (0,), [[0]])), 1, None)
+
+
+def test_a_device_is_asked_through_the_staged_queue() -> None:
+    """Whether the device lives is asked of the device queue, whatever is staged."""
+    with StagingRig([SMALL]) as rig:
+        rig.store.probe()
+        assert (1, 0) == (rig.watched[Direction.DEVICE_TO_HOST].probes, rig.watched[Direction.HOST_TO_DEVICE].probes)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_stream_is_ordered_after_a_job_by_its_number_on_the_device(direction: Direction) -> None:
+    """Behind staged jobs, whose pieces have numbers of their own, a stream waits for the right job."""
+    with ScriptedCopies() as scripted, StagingRig([SMALL], copy_hook=scripted) as rig:
+        stream = rig.device.open_stream("engine")
+        queue, watched = rig.queues[direction], rig.watched[direction]
+        queue.enqueue(rig.copies(Blocks(0, (0, 1, 2), [[0], [1], [2]])), 1, None)
+        finish(queue, 1)
+        assert len(watched.given) > 1
+        rig.reachable[0][4:] = True
+        gate = scripted.hang_at(3)
+        queue.enqueue(rig.copies(Blocks(0, (5,), [[3]])), 2, None)
+        queue.enqueue(rig.copies(Blocks(0, (6,), [[4]])), 3, None)
+        assert gate.wait_reached(WAIT_S)
+
+        queue.order_after(stream, 1)
+        early = stream.record_event()
+        queue.order_after(stream, 2)
+        found: list[int] = []
+        stream.submit(lambda: found.append(queue.completed()))
+        late = stream.record_event()
+        assert early.wait(WAIT_S)
+        assert not late.wait(0.02)
+        gate.release()
+        assert late.wait(WAIT_S)
+
+        assert found[0] >= 2
+        with pytest.raises(RequestError, match="job 4 was not queued on"):
+            queue.order_after(stream, 4)
+        finish(queue, 3)
+        queue.order_after(object(), 3)  # over, so nothing is asked of it
+
+
+def test_no_stream_is_ordered_after_a_job_on_its_way_through_the_ring() -> None:
+    """While pieces of a job were not given to the device a stream cannot wait for it, which is said; later it can."""
+    with ScriptedCopies() as scripted, StagingRig([SMALL], ring_slots=1, copy_hook=scripted) as rig:
+        stream = rig.device.open_stream("engine")
+        gate, last = scripted.hang_at(0), scripted.hang_at(2)
+        rig.load.enqueue(rig.copies(Blocks(0, (0, 1, 2), [[0], [1], [2]])), 1, None)
+        assert gate.wait_reached(WAIT_S)
+        with pytest.raises(UnsupportedError, match=r"piece by piece through a ring.*wait for it instead"):
+            rig.load.order_after(stream, 1)
+        gate.release()
+        assert last.wait_reached(WAIT_S)
+        while rig.load._waiting:  # in a moment: the piece is with the device
+            time.sleep(0)
+
+        rig.load.order_after(stream, 1)
+        found: list[bool] = []
+        stream.submit(lambda: found.append(rig.watched[Direction.HOST_TO_DEVICE].completed() >= 3))
+        event = stream.record_event()
+        assert not event.wait(0.02)
+        last.release()
+        assert event.wait(WAIT_S)
+        assert [True] == found
+        finish(rig.load, 1)
+
+
+def test_a_direct_job_that_is_refused_breaks_nothing() -> None:
+    """An event of another device is refused to the caller, and the queue takes the next job."""
+    with StagingRig([SMALL]) as rig:
+        rig.reachable[0][:] = True
+        watched = rig.watched[Direction.DEVICE_TO_HOST]
+        watched.refuse_at = {0: RequestError("a foreign event")}
+        with pytest.raises(RequestError, match="a foreign event"):
+            rig.store.enqueue(rig.copies(Blocks(0, (0,), [[0]])), 1, None)
+        watched.refuse_at = {}
+
+        rig.store.enqueue(rig.copies(Blocks(0, (0,), [[0]])), 2, None)
+        finish(rig.store, 2)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("has_reachable", [True, False])
+def test_a_staged_job_that_is_refused_fails_alone(direction: Direction, has_reachable: bool) -> None:
+    """A staged job whose event the device does not know fails with the reason; its part of the ring is free again."""
+    with StagingRig([SMALL], ring_slots=1) as rig:
+        rig.fill_slots()
+        rig.reachable[0][0] = has_reachable
+        queue, watched, ring = rig.queues[direction], rig.watched[direction], rig.rings[direction]
+        before = rig.slots[0].copy(), rig.tensors[0][0].copy()
+        watched.refuse_at = {0: RequestError("a foreign event")}
+        queue.enqueue(rig.copies(Blocks(0, (0, 1, 2), [[0], [1], [2]])), 1, None)
+        assert queue.wait_completed(1, WAIT_S)
+        failure = queue.failure(1)
+        assert isinstance(failure, DeviceError)
+        assert "a foreign event" in str(failure)
+        np.testing.assert_array_equal(before[0], rig.slots[0])
+        np.testing.assert_array_equal(before[1], rig.tensors[0][0])
+        assert ring.nbytes == ring.free_nbytes
+        watched.refuse_at = {}
+
+        for sequence in (2, 3):
+            queue.enqueue(rig.copies(Blocks(0, (1, 2), [[1], [2]])), sequence, None)
+        finish(queue, 3)
+        np.testing.assert_array_equal(rig.page_bytes(Blocks(0, (1,), [[1]]), 0), rig.slots[0][1, :1536])
 
 
 def test_the_thread_is_prepared_once_before_it_allocates() -> None:

@@ -5,10 +5,8 @@ for its event, copies, and stores its number in the queue's completion word as t
 shared with helper threads. Nothing here is a mock; faults are injected through one hook (`kvmoor.testing`).
 """
 
-import ctypes
 import itertools
 import logging
-import mmap
 import os
 import threading
 import time
@@ -23,19 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmoor.block_layout import BlockLayout
-from kvmoor.byte_sizes import round_up
 from kvmoor.devices.completion_word import CompletionWord
 from kvmoor.devices.cpu_stream import CpuEvent, CpuStream
 from kvmoor.devices.device import BlockCopies, DeviceEvent, Direction
 from kvmoor.devices.host_copies import GroupCopier
-from kvmoor.errors import BusyError, ClosedError, DeviceError, LayoutError, NoRoomError, SettingsError
+from kvmoor.devices.plain_memory import PlainMemory
+from kvmoor.errors import BusyError, ClosedError, DeviceError, LayoutError, RequestError, SettingsError
 from kvmoor.process_end import register
 from kvmoor.registration import Registrar
 
 _log = logging.getLogger("kvmoor")
 
-_LIBC: Final = ctypes.CDLL(None)
-_MADV_DODUMP: Final = 17  # not in the mmap module
 _PIECE_NBYTES: Final = 8 * 2**20
 """A job is copied in pieces of about this size and may end between two, 1.2 ms apart at 7 GB/s. Measured: 4 MiB cost
 up to a tenth of the speed where boxes are small (host_copies.py)."""
@@ -92,7 +88,7 @@ class CpuDevice:
         self._copy_hook = copy_hook
         self._registrar = registrar
         self._copy_numbers = itertools.count()
-        self._staging_nbytes: dict[int, int] = {}  # by address; single operations on it are safe from any thread
+        self._staging = PlainMemory()
         self._queues: list[CpuCopyQueue] = []
         self._streams: list[CpuStream] = []
         self._current_stream: CpuStream | None = None
@@ -137,29 +133,16 @@ class CpuDevice:
     def allocate_staging(self, nbytes: int) -> int:
         """Return the address of new memory, plain like all other. Raises `NoRoomError` if there is none."""
         self._check_open("piece of staging memory")
-        nbytes = round_up(nbytes, mmap.PAGESIZE)
-        pointer = ctypes.c_void_p()
-        # From the C library, because a buffer of Python's would be freed with its last reference, copies or not.
-        code = _LIBC.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_size_t(nbytes))
-        if code or pointer.value is None:
-            raise NoRoomError(f"{nbytes} bytes of staging memory cannot be had: {os.strerror(code)}; free memory")
-        self._staging_nbytes[pointer.value] = nbytes
-        # As for the arena: forked children must not keep it, and core dumps must not hold what users wrote.
-        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
-            _LIBC.madvise(pointer, ctypes.c_size_t(nbytes), advice)
-        return pointer.value
+        return self._staging.allocate(nbytes)
 
     def free_staging(self, address: int) -> None:
         """Give memory of `allocate_staging` back; no copy may touch it any more."""
-        nbytes = self._staging_nbytes.pop(address)
-        for advice in (mmap.MADV_DOFORK, _MADV_DODUMP):  # the next user of these pages expects them in its children
-            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
-        _LIBC.free(ctypes.c_void_p(address))
+        self._staging.free(address)
 
     @property
     def staging_nbytes(self) -> int:
         """Return how much staging memory was not given back yet."""
-        return sum(self._staging_nbytes.copy().values())
+        return self._staging.nbytes
 
     def open_stream(self, name: str) -> CpuStream:
         """Open a stream for the engine's own work: for engines that compute on a thread beside the one that steps."""
@@ -226,6 +209,7 @@ class CpuCopyQueue:
         self._helpers = [CpuStream(f"kvmoor-{name}-helper-{number}") for number in range(1, copy_threads)]
         self._copiers: dict[int, GroupCopier] = {}  # by id of the group, which the copier keeps alive
         self._word = CompletionWord()
+        self._last_sequence = 0
         # Guards the two below and announces their changes; the word is written under it, too.
         self._changed = threading.Condition()
         self._failures: dict[int, DeviceError] = {}
@@ -245,6 +229,7 @@ class CpuCopyQueue:
     def enqueue(self, copies: Sequence[BlockCopies], sequence: int, wait_for: DeviceEvent | None) -> None:
         """Queue one job and return at once. Raises `ClosedError` after `close`; then nothing of the job will run."""
         self._stream.submit(partial(self._run_job, tuple(copies), sequence, wait_for))
+        self._last_sequence = sequence
 
     def completed(self) -> int:
         """Return the number of the last job that is over."""
@@ -259,6 +244,21 @@ class CpuCopyQueue:
         """Block until the job is over or the time has passed; say whether it is over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._word.read() >= sequence, timeout_s)
+
+    def probe(self) -> None:
+        """Do nothing: while the process lives its threads do, and they end every job themselves."""
+
+    def order_after(self, stream: object, sequence: int) -> None:
+        """Let what is queued on a `CpuStream` from now on begin after job `sequence` is over; does not wait itself."""
+        if not isinstance(stream, CpuStream):
+            raise RequestError(f"{stream!r} is no stream of a CPU device: give one that CpuDevice.open_stream returned")
+        if sequence > self._last_sequence:
+            raise RequestError(
+                f"job {sequence} was not queued on {self._name}, the last one was {self._last_sequence}: "
+                "order a stream after it was submitted"
+            )
+        if self._word.read() < sequence:
+            stream.submit(partial(self._await_job, sequence))
 
     def close(self, timeout_s: float) -> bool:
         """Fail the jobs not begun, end the running one after its present piece. Return whether the threads have ended.
@@ -298,6 +298,11 @@ class CpuCopyQueue:
         with self._changed:
             while not (self._stopping or event.is_done()):
                 self._changed.wait(poll_s)
+
+    def _await_job(self, sequence: int) -> None:
+        """Block until a job is over: every job is in the end, also those that a closed queue drops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._word.read() >= sequence)
 
     def _wake(self) -> None:
         with self._changed:

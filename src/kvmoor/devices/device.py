@@ -69,6 +69,20 @@ class CopyQueue(Protocol):
     def wait_completed(self, sequence: int, timeout_s: float) -> bool:
         """Block until the job is over or the time has passed; say whether it is over."""
 
+    def probe(self) -> None:
+        """Ask the device whether it lives, which the completion word cannot tell: the jobs of a dead one are over.
+
+        Never blocks and raises nothing, but may cost a call of the driver. Any thread may call.
+        """
+
+    def order_after(self, stream: object, sequence: int) -> None:
+        """Let what is queued on a stream of the engine's from now on begin after job `sequence` is over.
+
+        Does not wait itself. Raises `RequestError` for what is no stream and for a job that was not queued,
+        `DeviceError` if the queue is broken, and `UnsupportedError` where the end of the job is no point that a stream
+        could wait for; then the stream waits for nothing.
+        """
+
     def close(self, timeout_s: float) -> bool:
         """End the queue: copies not begun are dropped. Return whether it is proven that none runs any more.
 

@@ -4,8 +4,10 @@ A device trusts its descriptors: a wrong block id would write somewhere else in 
 checked here, against the layout and the published slots, and bad input ends in a `RequestError` with nothing changed.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,15 +19,25 @@ from kvmoor.transfer_messages import OrderPart
 
 DeviceBlocks = dict[int, NDArray[np.int64]]
 """For each group, int64 ``[num_blocks, blocks_per_chunk]``: the device blocks that make up each block."""
+GroupSlots = tuple[int, NDArray[np.int64]]
+"""A group, and numbers of its slots, int64."""
+
+_SPARSE: Final = 64
+"""How far apart numbers may be, on average, that are marked in an array of flags instead of sorted. Guessed: sorting
+takes 30 ns a number, marking 3 ns and less than 1 ns for each flag."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Hold the descriptors of one job. They belong to the job until it is over, so nobody may change them."""
+    """Hold the descriptors of one job. They belong to the job until it is over, so nobody may change them.
+
+    `slots` has those of all groups, `copies` only what has bytes to move.
+    """
 
     copies: tuple[BlockCopies, ...]
     num_blocks: int
     nbytes: int
+    slots: tuple[GroupSlots, ...] = ()
 
     def shares_device_blocks(self, other: "CopyPlan") -> bool:
         """Say whether both name a device block of one group."""
@@ -44,17 +56,19 @@ def device_blocks_by_group(layout: BlockLayout, block_groups: Sequence[int], blo
     that is named twice in one group.
     """
     ids = _whole_numbers(block_ids)
-    chunk_sizes = [_group(layout, group).blocks_per_chunk for group in block_groups]
-    if ids.size != sum(chunk_sizes):
+    chunks = {group: _group(layout, group).blocks_per_chunk for group in dict.fromkeys(block_groups)}
+    groups = np.asarray(block_groups, dtype=np.int64)
+    chunk_sizes = np.zeros(groups.size, np.int64)
+    for group, chunk in chunks.items():
+        chunk_sizes[groups == group] = chunk
+    if ids.size != chunk_sizes.sum():
         raise RequestError(
-            f"{len(block_groups)} blocks need {sum(chunk_sizes)} device block ids, found {ids.size}: "
+            f"{len(block_groups)} blocks need {chunk_sizes.sum()} device block ids, found {ids.size}: "
             "give blocks_per_chunk ids for each key, also for keys that are stored already"
         )
-    starts = np.cumsum([0, *chunk_sizes[:-1]])
-    groups = np.asarray(block_groups, dtype=np.int64)
+    starts = np.cumsum(chunk_sizes) - chunk_sizes
     blocks: DeviceBlocks = {}
-    for group in dict.fromkeys(block_groups):
-        chunk = layout.groups[group].blocks_per_chunk
+    for group, chunk in chunks.items():
         rows = starts[groups == group]
         blocks[group] = ids[rows[:, None] + np.arange(chunk)]
         _check_block_ids(layout, group, blocks[group])
@@ -74,7 +88,7 @@ def plan_copies(
     `are_reachable(group, slots)` says which of them the device reaches itself (None: all), and a slot that is reachable
     once has to stay so. Raises `RequestError` with nothing changed.
     """
-    copies = []
+    copies, all_slots = [], []
     num_blocks = nbytes = 0
     for part in parts:
         group = _group(layout, part.group)
@@ -85,15 +99,24 @@ def plan_copies(
                 f"blocks, found device blocks of shape {blocks.shape}: give one row for each slot"
             )
         _check_block_ids(layout, part.group, blocks)
-        slots = np.asarray(part.slots, dtype=np.int64)
+        slots = _slot_numbers(part)
         _refuse_duplicates(slots, f"slot of group {part.group}")
+        all_slots.append((part.group, slots))
         num_blocks += len(part.slots)
         nbytes += len(part.slots) * group.block_nbytes
         if group.tensors and len(part.slots):
             addresses = slot_addresses(part.group, slots)
             reachable = None if are_reachable is None else are_reachable(part.group, slots)
             copies.append(BlockCopies(group, blocks.ravel(), addresses, reachable))
-    return CopyPlan(tuple(copies), num_blocks, nbytes)
+    return CopyPlan(tuple(copies), num_blocks, nbytes, tuple(all_slots))
+
+
+def _slot_numbers(part: OrderPart) -> NDArray[np.int64]:
+    try:
+        packed = struct.pack(f"{len(part.slots)}q", *part.slots)  # a third of the time that np.asarray takes
+    except struct.error as error:
+        raise RequestError(f"a slot of group {part.group} is no whole number of 64 bits ({error})") from error
+    return np.frombuffer(packed, np.int64)
 
 
 def _whole_numbers(block_ids: ArrayLike) -> NDArray[np.int64]:
@@ -129,6 +152,14 @@ def _check_block_ids(layout: BlockLayout, group: int, blocks: NDArray[np.int64])
 
 
 def _refuse_duplicates(numbers: NDArray[np.int64], what: str) -> None:
+    if numbers.size < 2:
+        return
+    lowest, highest = int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))
+    if highest - lowest < _SPARSE * numbers.size:
+        is_named = np.zeros(highest - lowest + 1, np.bool_)
+        is_named[numbers - lowest] = True
+        if np.count_nonzero(is_named) == numbers.size:
+            return
     ordered = np.sort(numbers)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from kvmoor.devices.device import CopyQueue, DeviceEvent
-from kvmoor.errors import BrokenError, ClosedError
+from kvmoor.errors import BrokenError, ClosedError, RequestError
 from kvmoor.transfer_messages import Order, OrderId, Report
 from kvmoor.transfers.copy_plan import CopyPlan
 from kvmoor.transfers.transfer import Transfer, TransferState
@@ -18,7 +18,7 @@ from kvmoor.transfers.transfer import Transfer, TransferState
 class TransferLane:
     """Run orders one after the other on a queue it owns. Not thread-safe: the worker calls it under its lock.
 
-    Only `wait_over` may be called without that lock, since it touches nothing but the queue.
+    Only `wait_over` and `order_after` may be called without that lock, since they touch nothing but the queue.
     """
 
     def __init__(self, name: str, queue: CopyQueue, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,8 @@ class TransferLane:
         """Queue an order; it starts after `wait_for` and after all earlier orders. Returns at once.
 
         Its report comes out of `poll`, also when the device takes only a part of the job: the lane is broken then, and
-        the job ABANDONED. Raises `BrokenError` or `ClosedError`, with nothing queued, if the lane takes no jobs.
+        the job ABANDONED. Raises, with nothing queued, `BrokenError` or `ClosedError` if the lane takes no jobs, and
+        `RequestError` for a `wait_for` that the device cannot wait for.
         """
         if self._closed:
             raise ClosedError(f"the {self._name} lane is closed: submit orders before close()")
@@ -58,7 +59,7 @@ class TransferLane:
         self._unproven[order.order_id] = transfer
         try:
             self._queue.enqueue(plan.copies, transfer.sequence, wait_for)
-        except ClosedError:
+        except (ClosedError, RequestError):
             del self._unproven[order.order_id]  # nothing was queued
             raise
         except BaseException as error:
@@ -73,10 +74,13 @@ class TransferLane:
         reports, self._pending_reports = self._pending_reports, []
         completed = self._queue.completed()
         now = self._clock()
+        if any(_is_late(transfer, now) and transfer.sequence > completed for transfer in self._unproven.values()):
+            self._queue.probe()  # a device that is dead has failed its jobs; only a slow one is given up
+            completed = self._queue.completed()
         for transfer in list(self._unproven.values()):
             if transfer.sequence <= completed or self._proven_idle:
                 reports.append(self._finish(transfer, now))
-            elif transfer.state is TransferState.RUNNING and now >= transfer.deadline_at:
+            elif _is_late(transfer, now):
                 seconds = transfer.deadline_at - transfer.submitted_at
                 reason = f"not over after {seconds:g} s: its slots and device blocks stay withheld"
                 reports.append(transfer.end(TransferState.ABANDONED, now=now, reason=reason))
@@ -84,7 +88,10 @@ class TransferLane:
 
     def unproven(self) -> list[Transfer]:
         """Return the jobs that may still touch memory, oldest first."""
-        return list(self._unproven.values())
+        if self._proven_idle:
+            return []
+        completed = self._queue.completed()  # `poll` has not reported all of these yet
+        return [transfer for transfer in self._unproven.values() if transfer.sequence > completed]
 
     def transfer(self, order_id: OrderId) -> Transfer | None:
         """Return the job of an order if it may still touch memory."""
@@ -93,6 +100,10 @@ class TransferLane:
     def wait_over(self, transfer: Transfer, timeout_s: float) -> bool:
         """Block until the job is over or the time has passed; say whether it is over. Any thread may call."""
         return self._queue.wait_completed(transfer.sequence, max(0.0, timeout_s))
+
+    def order_after(self, transfer: Transfer, stream: object) -> None:
+        """Let a stream of the engine's wait for the copies of a job, see `CopyQueue`. Any thread may call."""
+        self._queue.order_after(stream, transfer.sequence)
 
     def refuse_new_work(self) -> None:
         """Take no more orders; those queued go on."""
@@ -117,3 +128,7 @@ class TransferLane:
         if failure is not None:
             return transfer.end(TransferState.FAILED, now=now, reason=str(failure))
         return transfer.end(TransferState.DONE, now=now)
+
+
+def _is_late(transfer: Transfer, now: float) -> bool:
+    return transfer.state is TransferState.RUNNING and now >= transfer.deadline_at

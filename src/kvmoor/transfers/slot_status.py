@@ -10,13 +10,16 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
+import numpy as np
+
 from kvmoor.block_layout import BlockLayout
-from kvmoor.errors import BusyError, KvmoorError, SettingsError
+from kvmoor.errors import BusyError, KvmoorError, RequestError, SettingsError
 from kvmoor.host_memory.arena import Arena
 from kvmoor.host_memory.arena_plan import ArenaPlan
 from kvmoor.host_memory.status_segment import StatusSegment
 from kvmoor.host_memory.ticket import ArenaTicket, make_ticket
-from kvmoor.transfer_messages import Order, OrderId, OrderPart, Outcome, Report, SlotRange
+from kvmoor.transfer_messages import OrderId, Outcome, Report, SlotRange
+from kvmoor.transfers.copy_plan import GroupSlots
 
 _log = logging.getLogger("kvmoor")
 
@@ -34,8 +37,8 @@ class SlotStatus:
         engine_id = engine_id or f"process-{os.getpid()}-{next(_numbers)}"
         self.name: Final = f"{engine_id}:{rank}"
         self._layout = layout
-        self._filling: dict[OrderId, tuple[OrderPart, ...]] = {}
-        self._filled_slots: set[tuple[int, int]] = set()  # the slots of all of them
+        self._filling: dict[OrderId, tuple[GroupSlots, ...]] = {}
+        self._is_filled = [np.zeros(group.num_slots, np.bool_) for group in plan.groups]  # the slots of all of them
         self._segment: StatusSegment | None = None
         try:
             self._segment = StatusSegment(plan, layout, engine_id=engine_id, rank=rank)
@@ -46,27 +49,37 @@ class SlotStatus:
                 raise
             _log.warning("other processes of this host cannot see this worker: %s", error)
 
-    def begin(self, order: Order) -> None:
-        """Take note that a store is about to write. Raises `BusyError` for slots that another one may still write."""
-        slots = {(part.group, slot) for part in order.parts for slot in part.slots}
-        if busy := slots & self._filled_slots:
-            group, slot = min(busy)
-            raise BusyError(
-                f"slot {slot} of group {group} may still be written by another order than {order.order_id}: "
-                "wait for its report"
-            )
+    def begin(self, order_id: OrderId, parts: tuple[GroupSlots, ...]) -> None:
+        """Take note that a store is about to write.
+
+        Raises `BusyError` for slots that another one may still write, and `RequestError` for slots that do not exist.
+        """
+        for group, slots in parts:
+            is_filled = self._is_filled[group]
+            outside = slots[(slots < 0) | (slots >= is_filled.size)]
+            if outside.size:
+                raise RequestError(
+                    f"slot {outside[0]} of group {group} does not exist: it has slots 0 to {is_filled.size - 1}"
+                )
+            busy = slots[is_filled[slots]]
+            if busy.size:
+                raise BusyError(
+                    f"slot {busy.min()} of group {group} may still be written by another order than {order_id}: "
+                    "wait for its report"
+                )
         if self._segment is not None:
-            for part in order.parts:
-                self._segment.begin_fill(part.group, part.slots)
-        self._filling[order.order_id] = order.parts
-        self._filled_slots |= slots
+            for group, slots in parts:
+                self._segment.begin_fill(group, slots)
+        self._filling[order_id] = parts
+        for group, slots in parts:
+            self._is_filled[group][slots] = True
 
     def end(self, order_id: OrderId, *, whole: bool) -> None:
         """Take note that a store writes no more; only if its bytes are `whole` may others read them."""
-        for part in self._filling.pop(order_id, ()):
-            self._filled_slots.difference_update((part.group, slot) for slot in part.slots)
+        for group, slots in self._filling.pop(order_id, ()):
+            self._is_filled[group][slots] = False
             if whole and self._segment is not None and not self._segment.closed:
-                self._segment.complete_fill(part.group, part.slots, order_id)
+                self._segment.complete_fill(group, slots, order_id)
 
     def note_report(self, report: Report) -> None:
         """Act on the end of an order; one that was given up may still write."""

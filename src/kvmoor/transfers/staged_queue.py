@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvmoor.devices.device import BlockCopies, CopyQueue, DeviceEvent, Direction
-from kvmoor.errors import ClosedError, DeviceError, NoRoomError
+from kvmoor.errors import ClosedError, DeviceError, NoRoomError, RequestError, UnsupportedError
 from kvmoor.process_end import register
 from kvmoor.transfers.staged_piece import JobPiece, cut_job
 from kvmoor.transfers.staging_ring import StagingRing
@@ -32,6 +32,8 @@ _PIECE_NBYTES: Final = 4 * 2**20
 50 GB/s and 0.4 ms of a thread that copies 10 GB/s, so that the launch for each piece (9 us) does not count."""
 _STEP_NBYTES: Final = 4 * 2**20
 """How much the thread copies before it looks whether the queue was closed: 0.4 ms."""
+_NOT_QUEUED: Final = 0
+"""The number on the device queue of a piece that it did not take: over before all others."""
 _LOOK_UP_S: Final = 0.01
 """How long the thread waits for the device before it looks for new jobs, or for the end, again."""
 
@@ -91,9 +93,11 @@ class StagedQueue:
         return self._staged_nbytes
 
     def enqueue(self, copies: Sequence[BlockCopies], sequence: int, wait_for: DeviceEvent | None) -> None:
-        """Queue one job and return at once. Raises `ClosedError` after `close`, with nothing queued.
+        """Queue one job and return at once.
 
-        Raises `DeviceError` if the device queue did not take the job, or a piece of an earlier one.
+        Raises `ClosedError` after `close` and `RequestError` for an event of another device, with nothing queued; a job
+        that is staged fails with such an event. Raises `DeviceError` if the device queue did not take the job, or a
+        piece of an earlier one.
         """
         job = _Job(sequence, wait_for, cut_job(copies, min(_PIECE_NBYTES, self._ring.nbytes // 4)))
         is_staged = job.pieces[-1].ring_nbytes > 0
@@ -115,12 +119,12 @@ class StagedQueue:
         self._last_sequence += 1
         try:
             self._device_queue.enqueue(job.pieces[0].copies, self._last_sequence, wait_for)
-        except ClosedError:
+        except (ClosedError, RequestError):
             raise  # nothing was queued, so nothing is broken
         except BaseException as error:
             self._break(f"the device queue did not take a job: {error!r}")
             raise
-        job.sequence_on_device = self._last_sequence
+        job.sequence_on_device = job.last_on_device = self._last_sequence
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
@@ -150,6 +154,33 @@ class StagedQueue:
                     self._changed.wait(remaining_s)
                     continue
             self._device_queue.wait_completed(sequence_on_device, remaining_s)
+
+    def probe(self) -> None:
+        """Have the device queue ask its device whether it lives; jobs that are staged are over soon afterwards."""
+        self._device_queue.probe()
+
+    def order_after(self, stream: object, sequence: int) -> None:
+        """Let what is queued on a stream of the engine's from now on begin after job `sequence` is over on the device.
+
+        See `CopyQueue.order_after`. Raises `UnsupportedError` while the device queue did not get all of a job that is
+        staged: its end is no point yet that a stream could wait for.
+        """
+        with self._changed:
+            self._retire()
+            if sequence <= self._completed:
+                return
+            job = next((job for job in self._jobs if job.sequence == sequence), None)
+            if job is None:
+                raise RequestError(
+                    f"job {sequence} was not queued on {self._name}: order a stream after it was submitted"
+                )
+            if job in self._waiting:
+                raise UnsupportedError(
+                    f"job {sequence} of {self._name} goes piece by piece through a ring, so no stream can be ordered "
+                    "after it yet: wait for it instead"
+                )
+            last_on_device = job.last_on_device
+        self._device_queue.order_after(stream, last_on_device)
 
     def close(self, timeout_s: float) -> bool:
         """Drop what is not over, the copies that run excepted. Return whether it is proven that none runs any more.
@@ -262,15 +293,22 @@ class StagedQueue:
         elif self._direction is Direction.DEVICE_TO_HOST and self._on_device:
             return False  # or the device would write slots before the thread has written those of earlier jobs
         self._last_sequence += 1
+        sequence = self._last_sequence
         try:
-            self._device_queue.enqueue(copies, self._last_sequence, job.wait_for)
+            self._device_queue.enqueue(copies, sequence, job.wait_for)
+        except RequestError as error:
+            # Nothing was queued. The part of the ring goes back in its turn, as if of a piece that is over.
+            job.failure = DeviceError(f"the device cannot wait for the event of the job: {error}")
+            job.failure.__cause__ = error
+            sequence = _NOT_QUEUED
         except BaseException as error:
             self._break(f"the device queue did not take a piece of a job: {error!r}")
             return False
         job.wait_for = None  # the pieces behind wait for the first one
         job.pieces.popleft()
         job.num_on_device += 1
-        self._on_device.append(_PieceOnDevice(job, piece, ring_address, self._last_sequence))
+        job.last_on_device = sequence
+        self._on_device.append(_PieceOnDevice(job, piece, ring_address, sequence))
         return True
 
     def _end_oldest_piece(self) -> None:
@@ -317,14 +355,15 @@ class StagedQueue:
 class _Job:
     """A job that is not over.
 
-    `sequence_on_device` is its number there if it went straight to the device queue; then it is over when that is. The
-    other fields tell how far the thread is with it.
+    `sequence_on_device` is its number there if it went straight to the device queue; then it is over when that is.
+    `last_on_device` is the number of the last of its pieces there. The other fields tell how far the thread is with it.
     """
 
     sequence: int
     wait_for: DeviceEvent | None
     pieces: deque[JobPiece]  # those the device queue did not get yet
     sequence_on_device: int | None = None
+    last_on_device: int = 0
     num_on_device: int = 0
     failure: DeviceError | None = None
     is_over: bool = False
