@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmoor.block_key import BlockKey, namespace_digest
+from kvmoor.block_key import BlockKey, digest_fields
 from kvmoor.block_layout import BlockLayout
 
 
@@ -42,7 +42,7 @@ class DeviceBlocks:
 
 def content_key(number: int, group: int = 0) -> BlockKey:
     """Return the key of block content `number`."""
-    return BlockKey(namespace_digest({"content": number, "group": group}), group)
+    return BlockKey(digest_fields({"content": number, "group": group}), group)
 
 
 def content_keys(*numbers: int) -> list[BlockKey]:

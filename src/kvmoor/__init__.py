@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmoor.block_key import BlockKey as BlockKey
-    from kvmoor.block_key import namespace_digest as namespace_digest
-    from kvmoor.block_key import prefix_block_keys as prefix_block_keys
+    from kvmoor.block_key import BlockKeys as BlockKeys
     from kvmoor.block_layout import BlockLayout as BlockLayout
     from kvmoor.block_layout import GroupLayout as GroupLayout
     from kvmoor.block_layout import TensorPages as TensorPages
     from kvmoor.devices.cpu import CpuDevice as CpuDevice
     from kvmoor.errors import KvmoorError as KvmoorError
+    from kvmoor.key_builder import KeyBuilder as KeyBuilder
+    from kvmoor.key_builder import MultimodalItem as MultimodalItem
+    from kvmoor.key_builder import Namespace as Namespace
     from kvmoor.offloader import Offloader as Offloader
     from kvmoor.transfer_messages import Outcome as Outcome
 
@@ -22,15 +24,17 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "BlockKey": "kvmoor.block_key",
+    "BlockKeys": "kvmoor.block_key",
     "BlockLayout": "kvmoor.block_layout",
     "CpuDevice": "kvmoor.devices.cpu",
     "GroupLayout": "kvmoor.block_layout",
+    "KeyBuilder": "kvmoor.key_builder",
     "KvmoorError": "kvmoor.errors",
+    "MultimodalItem": "kvmoor.key_builder",
+    "Namespace": "kvmoor.key_builder",
     "Offloader": "kvmoor.offloader",
     "Outcome": "kvmoor.transfer_messages",
     "TensorPages": "kvmoor.block_layout",
-    "namespace_digest": "kvmoor.block_key",
-    "prefix_block_keys": "kvmoor.block_key",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Final
 
-from kvmoor.block_key import namespace_digest
+from kvmoor.block_key import digest_fields
 from kvmoor.byte_sizes import round_up
 from kvmoor.dlpack import TensorView, read_tensor
 from kvmoor.errors import LayoutError
@@ -194,7 +194,7 @@ class BlockLayout:
             for number, tensor in enumerate(group.tensors):
                 fields[f"{index}.{number}.page_nbytes"] = tensor.page_nbytes
                 fields[f"{index}.{number}.content"] = tensor.content
-        return namespace_digest(fields)
+        return digest_fields(fields)
 
 
 def check_whole_numbers(**values: object) -> None:

@@ -7,14 +7,20 @@ Nothing becomes visible before it is proven: a stored block can be found only af
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmoor.block_key import BlockKey
 from kvmoor.errors import RequestError
 from kvmoor.index.block_index import BlockIndex
+from kvmoor.index.block_state import BlockState
 from kvmoor.index.eviction.policies import EvictionChoice, policy_factory
 from kvmoor.index.lease import LoadLease, StoreLease
+from kvmoor.index.waiting import Waiter
 from kvmoor.observation import BlocksEvicted, Observer, SilentObserver, StoreDeclined, notify
 from kvmoor.process_end import register
 from kvmoor.transfer_messages import Order, OrderId, OrderKind, OrderPart, Outcome, Report, SlotRange
@@ -29,9 +35,11 @@ class StoreDecision:
     """
 
     order: Order | None
-    positions: dict[int, list[int]]
+    positions: dict[int, NDArray[np.intp]]
     num_known: int
     declined: str = ""
+    evicted: Sequence[tuple[int, Sequence[bytes]]] = ()
+    """What gave way: groups, and digests of their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +61,21 @@ class CoordinatorStatistics:
 class Coordinator:
     """Decide about blocks. Any thread may call; every method holds one lock for bookkeeping only and never waits."""
 
-    def __init__(self, num_groups: int, *, observer: Observer | None = None, eviction: EvictionChoice = "lru") -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        *,
+        observer: Observer | None = None,
+        eviction: EvictionChoice = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._observer = observer or SilentObserver()
         # Guards the index, the orders and the counters.
         self._lock = threading.Lock()
         self._num_groups = num_groups
         self._index = BlockIndex(num_groups, policy_factory(eviction))
         self._orders: dict[OrderId, StoreLease | LoadLease] = {}
-        self._loading: set[LoadLease] = set()  # leases that an order holds, so that nobody else can end them
         register(self, forked=self._forked)
         self._last_order_id = 0
         self._stored = self._loaded = self._declined = self._unknown_reports = 0
@@ -70,7 +85,6 @@ class Coordinator:
         self._lock = threading.Lock()
         self._index = BlockIndex(self._num_groups)
         self._orders = {}
-        self._loading = set()
 
     def publish(self, ranges: Iterable[SlotRange]) -> None:
         """Take slots into use that the worker has made ready."""
@@ -89,22 +103,71 @@ class Coordinator:
             if lease is None:
                 self._declined += len(keys)
                 decision = StoreDecision(None, {}, 0, declined=self._why_no_room())
-            elif not lease.keys:
+            elif not len(lease):
                 self._index.complete(lease)
                 decision = StoreDecision(None, {}, lease.num_known)
             else:
                 order = self._order(OrderKind.DEVICE_TO_SLOT, lease)
-                decision = StoreDecision(order, _positions(keys, lease.keys), lease.num_known)
+                decision = StoreDecision(order, _positions(lease), lease.num_known, evicted=lease.evicted)
         if lease is None:
             notify(self._observer, StoreDeclined(len(keys), decision.declined))
-        elif lease.evicted_keys:
-            notify(self._observer, BlocksEvicted(len(lease.evicted_keys)))
+        elif lease.num_evicted:
+            notify(self._observer, BlocksEvicted(lease.num_evicted))
         return decision
 
-    def match(self, keys: Sequence[BlockKey]) -> LoadLease:
-        """Lease the longest prefix of `keys` that can be loaded now; may be empty. Raises as `prepare_store` does."""
+    def match(self, keys: Sequence[BlockKey], *, request: Hashable = None, timeout_s: float | None = None) -> LoadLease:
+        """Lease the longest prefix of `keys` that can be loaded now; may be empty. Raises as `prepare_store` does.
+
+        It is released by `finish_request` of its `request`, and if its load has not begun within `timeout_s`.
+        """
         with self._lock:
-            return self._index.match(keys)
+            self._index.expire(now := self._clock())
+            return self._index.match(keys, holder=request, deadline_s=None if timeout_s is None else now + timeout_s)
+
+    def join(self, keys: Sequence[BlockKey], *, request: Hashable, timeout_s: float) -> Waiter:
+        """Wait for blocks that are being written, at most so long; see `BlockIndex.join`."""
+        with self._lock:
+            self._index.expire(now := self._clock())
+            return self._index.join(keys, holder=request, deadline_s=now + timeout_s)
+
+    def take_ended_waiters(self) -> list[Waiter]:
+        """Return those whose waiting has ended since the last call, past deadlines included."""
+        with self._lock:
+            self._index.expire(self._clock())
+            return self._index.take_ended_waiters()
+
+    def finish_request(self, request: Hashable) -> int:
+        """Release what a request holds that ended or was aborted; return how many claims. Loads under way go on.
+
+        A request that is not known holds nothing.
+        """
+        with self._lock:
+            return self._index.release_holder(request)
+
+    def lookup(self, key: BlockKey) -> BlockState:
+        """Return ABSENT, WRITING or READY: what there is of one block, without leasing it."""
+        with self._lock:
+            return self._index.lookup(key)
+
+    def forget(self, keys: Sequence[BlockKey]) -> int:
+        """Let nobody find blocks any more whose bytes are in doubt; return how many ready ones were dropped."""
+        with self._lock:
+            return self._index.forget(keys)
+
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """Count a use of blocks that the engine did not have to load; return how many of them are stored."""
+        with self._lock:
+            return self._index.touch(keys)
+
+    def enter_device(self, keys: Sequence[BlockKey]) -> None:
+        """Take note that the engine's own cache holds these blocks as well."""
+        with self._lock:
+            self._index.enter_device(keys)
+
+    def leave_device(self, keys: Sequence[BlockKey]) -> None:
+        """Take note that the engine's own cache has dropped these blocks."""
+        with self._lock:
+            self._index.leave_device(keys)
 
     def is_free(self, lease: LoadLease) -> bool:
         """Say whether a match can still be loaded: nobody has released it, and no order holds it."""
@@ -127,7 +190,7 @@ class Coordinator:
         """Turn a match that is free into an order, which then holds the lease. Resolved like that of a store."""
         with self._lock:
             self._check_free(lease)
-            self._loading.add(lease)
+            self._index.start_load(lease)
             return self._order(OrderKind.SLOT_TO_DEVICE, lease)
 
     def withdraw(self, order_id: OrderId) -> None:
@@ -137,7 +200,7 @@ class Coordinator:
             if isinstance(lease, StoreLease):
                 self._index.abort(lease)
             elif lease is not None:
-                self._loading.discard(lease)
+                self._index.cancel_load(lease)
 
     def handle_report(self, report: Report) -> int:
         """Act on the end of an order and return how many blocks it had; unknown orders are counted and ignored."""
@@ -152,12 +215,18 @@ class Coordinator:
                 self._end_store(lease, report.outcome)
             else:
                 self._end_load(lease, report.outcome)
-            return len(lease.keys)
+            return len(lease)
 
-    def reset(self) -> None:
-        """Forget every block at once, stores in flight included; running copies keep their slots until they end."""
+    def reset(self, *, keep: bool = False) -> None:
+        """Let nobody find any block any more, stores in flight included; costs the same however many there are.
+
+        Running copies keep their slots until they end. `keep`: the blocks are still right (the engine only slept, say),
+        so do nothing: stores in flight become visible too.
+        """
+        if keep:
+            return
         with self._lock:
-            self._index.clear()
+            self._index.reset()
 
     def unresolved_keys(self) -> list[BlockKey]:
         """Return the keys of all leases that nobody has resolved."""
@@ -187,7 +256,7 @@ class Coordinator:
 
     def _is_free(self, lease: LoadLease) -> bool:
         # In a forked child the index is a new one, so that no match of the parent's is free there.
-        return lease.owner is self._index and not lease.resolved and lease not in self._loading
+        return lease.owner is self._index and not lease.resolved and not lease.in_flight
 
     def _check_free(self, lease: LoadLease) -> None:
         if lease.owner is not self._index:
@@ -197,10 +266,7 @@ class Coordinator:
 
     def _order(self, kind: OrderKind, lease: StoreLease | LoadLease) -> Order:
         self._last_order_id += 1
-        slots: dict[int, list[int]] = {}
-        for key, slot in zip(lease.keys, lease.slots, strict=True):
-            slots.setdefault(key.group, []).append(slot)
-        parts = tuple(OrderPart(group, tuple(numbers)) for group, numbers in slots.items())
+        parts = tuple(OrderPart(part.group, tuple(part.slots.tolist())) for part in lease.parts if len(part))
         order = Order(OrderId(self._last_order_id), kind, parts)
         self._orders[order.order_id] = lease
         return order
@@ -219,8 +285,7 @@ class Coordinator:
         if outcome is Outcome.ABANDONED:
             return  # the copy may still read the slots, so the lease stays
         if outcome is Outcome.DONE:
-            self._loaded += len(lease.keys)
-        self._loading.discard(lease)
+            self._loaded += len(lease)
         self._index.complete(lease)
 
     def _why_no_room(self) -> str:
@@ -232,14 +297,6 @@ class Coordinator:
         )
 
 
-def _positions(keys: Sequence[BlockKey], chosen: Sequence[BlockKey]) -> dict[int, list[int]]:
-    """Return for each group where its chosen keys stand among all keys of that group."""
-    wanted = set(chosen)
-    seen: dict[int, int] = {}
-    positions: dict[int, list[int]] = {}
-    for key in keys:
-        position = seen.get(key.group, 0)
-        seen[key.group] = position + 1
-        if key in wanted:
-            positions.setdefault(key.group, []).append(position)
-    return positions
+def _positions(lease: StoreLease) -> dict[int, NDArray[np.intp]]:
+    """Return for each group where its blocks that are stored stand among all its blocks of the call."""
+    return {part.group: part.new_at for part in lease.parts if len(part)}

@@ -10,18 +10,17 @@ with Offloader(layout, host_memory="8GiB", device=CpuDevice()) as offloader:
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
 
 from numpy.typing import ArrayLike
 
-from kvmoor.block_key import BlockKey
+from kvmoor.block_key import BlockKey, BlockKeys
 from kvmoor.block_layout import BlockLayout
 from kvmoor.byte_sizes import parse_nbytes
-from kvmoor.coordinator import Coordinator, CoordinatorStatistics
+from kvmoor.coordinator import Coordinator
 from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.device import Device, DeviceEvent
 from kvmoor.errors import ClosedError, RequestError, SettingsError
@@ -30,104 +29,18 @@ from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
 from kvmoor.host_memory.limits import read_memory_limits
 from kvmoor.host_memory.numa import NumaChoice
 from kvmoor.index.eviction.policies import EvictionChoice
-from kvmoor.index.lease import LoadLease
 from kvmoor.observation import Observer, SilentObserver
+from kvmoor.offloader_results import Match, OffloaderCloseReport, OffloaderStatistics, StoreSubmission, TransferResult
 from kvmoor.process_end import register
-from kvmoor.transfer_messages import OrderId, OrderKind, Outcome, Report
+from kvmoor.transfer_messages import OrderId, Report
 from kvmoor.transfers.copy_plan import device_blocks_by_group
 from kvmoor.worker import TransferWorker
-from kvmoor.worker_reports import CloseReport, WorkerStatistics
 
 _log = logging.getLogger("kvmoor")
 
 FIRST_SLOTS_TIMEOUT_S: Final = 2.0
 """How long opening waits for the first slots, so that a store right after it is not declined. Guessed: a slab of 64 MiB
 takes 0.01 s in warm memory and 0.13 s in cold guest memory (docs/decisions); past it, opening goes on without them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSubmission:
-    """Say what became of a store.
-
-    `job_id` is None if nothing is copied: `num_known` blocks were stored or being stored before, and `declined`, if not
-    empty, says why the others were not taken (a later call may store them).
-    """
-
-    job_id: OrderId | None
-    num_submitted: int
-    num_known: int
-    declined: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """Tell how a job ended (`Outcome` says what each means for its device blocks) and why it went wrong, if it did."""
-
-    job_id: OrderId
-    kind: OrderKind
-    outcome: Outcome
-    num_blocks: int
-    nbytes: int
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OffloaderCloseReport:
-    """Tell how closing went: the worker's report, and the keys of matches and stores that nobody resolved."""
-
-    worker: CloseReport
-    unresolved_keys: tuple[BlockKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OffloaderStatistics:
-    """The numbers of both halves."""
-
-    blocks: CoordinatorStatistics
-    transfers: WorkerStatistics
-
-
-class Match:
-    """The longest ready prefix of some keys. Its blocks stay where they are until it is loaded or released.
-
-    A context manager: leaving it releases a match that was not loaded. Any thread may use it, one of them loads it.
-    """
-
-    def __init__(self, coordinator: Coordinator, lease: LoadLease) -> None:
-        self._coordinator = coordinator
-        self.lease = lease
-        """What holds the blocks; for `Offloader.submit_load`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        state = "leased" if self._coordinator.is_free(self.lease) else "loaded or released"
-        return f"<Match of {self.num_blocks} blocks, {state}>"
-
-    @property
-    def keys(self) -> tuple[BlockKey, ...]:
-        """Return the keys of the matched blocks, a prefix of those asked for."""
-        return tuple(self.lease.keys)
-
-    @property
-    def num_blocks(self) -> int:
-        """Return how many blocks matched."""
-        return len(self.lease.keys)
-
-    def keep(self, num_blocks: int) -> None:
-        """Release all but the first `num_blocks` blocks. Raises `RequestError` once the match is loaded or released."""
-        self._coordinator.keep(self.lease, num_blocks)
-
-    def release(self) -> None:
-        """Give the blocks back; does nothing once the match is loaded or released."""
-        self._coordinator.release(self.lease)
 
 
 class Offloader:
@@ -230,7 +143,7 @@ class Offloader:
         """
         keys = _checked_keys(keys)
         worker = self._worker_for(len(keys))
-        blocks = device_blocks_by_group(self._layout, [key.group for key in keys], block_ids)
+        blocks = device_blocks_by_group(self._layout, _groups_of(keys), block_ids)
         decision = self._coordinator.prepare_store(keys)
         order = decision.order
         if order is None:
@@ -245,10 +158,23 @@ class Offloader:
             raise
         return StoreSubmission(order.order_id, len(keys) - decision.num_known, decision.num_known)
 
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Find the longest prefix of `keys` that is in host memory, and lease it until it is loaded or released."""
+    def match(self, keys: Sequence[BlockKey], *, request: Hashable = None, timeout_s: float | None = None) -> Match:
+        """Find the longest prefix of `keys` that is in host memory, and lease it until it is loaded or released.
+
+        `finish_request` of its `request` releases it too, and so does time if it is not loaded within `timeout_s`.
+        """
         self._worker_for(1)
-        return Match(self._coordinator, self._coordinator.match(_listed(keys)))  # the index looks at each key
+        if timeout_s is not None:
+            timeout_s = checked_timeout(timeout_s, option="timeout_s")
+        lease = self._coordinator.match(_listed(keys), request=request, timeout_s=timeout_s)  # it looks at each key
+        return Match(self._coordinator, lease)
+
+    def finish_request(self, request: Hashable) -> int:
+        """Release the matches of a request that ended or was aborted, but not those being loaded; return how many.
+
+        A request that is not known, or has ended before, has none.
+        """
+        return self._coordinator.finish_request(request)
 
     def submit_load(
         self, match: Match, block_ids: ArrayLike, *, wait_for: DeviceEvent | None = None, expedited: bool = False
@@ -262,7 +188,7 @@ class Offloader:
         if not isinstance(match, Match):
             raise RequestError(f"the match is a {type(match).__name__}: give what `match` returned")
         worker = self._worker_for(match.num_blocks)
-        blocks = device_blocks_by_group(self._layout, [key.group for key in match.keys], block_ids)
+        blocks = device_blocks_by_group(self._layout, _groups_of(match.keys), block_ids)
         order = self._coordinator.prepare_load(match.lease)
         try:
             worker.submit(order, blocks, wait_for=wait_for, expedited=expedited)
@@ -289,6 +215,17 @@ class Offloader:
         device blocks of these jobs must not be reused then.
         """
         self._worker.wait([job_id for job_id in job_ids if job_id is not None], timeout_s)
+
+    def order_after(self, job_id: OrderId | None, stream: object) -> None:
+        """Let what is queued on a stream of the engine's from now on begin after a job; returns at once.
+
+        For kernels that use the blocks of a load whose result was not seen yet. They run also if it fails, so what they
+        compute is good only once the result is. `stream` is one of the device's: a `CpuStream`, or a CUDA stream in any
+        form. A job that is over, or None, is not waited for. Raises `RequestError` for what is no stream, `DeviceError`
+        if the device failed, and `UnsupportedError` for a job that is copied by way of a ring: wait for that one.
+        """
+        if job_id is not None:
+            self._worker.order_after(job_id, stream)
 
     def note_step(self) -> None:
         """Take note that the engine begins a step, so that page-locking keeps out of its way. Takes a microsecond."""
@@ -317,9 +254,24 @@ class Offloader:
         """Wait until all host memory can be copied to directly; False at once if that cannot come true."""
         return self._worker.wait_registered(checked_timeout(timeout_s, option="timeout_s"))
 
-    def reset(self) -> None:
-        """Forget every block, stores in flight included: what was computed with other weights must not return."""
-        self._coordinator.reset()
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """Count a use of blocks that the engine found in its own cache; return how many of them are stored here."""
+        return self._coordinator.touch(_listed(keys))
+
+    def enter_device(self, keys: Sequence[BlockKey]) -> None:
+        """Take note that the engine's own cache holds these blocks, so that ``eviction="device-lru"`` may drop them."""
+        self._coordinator.enter_device(_listed(keys))
+
+    def leave_device(self, keys: Sequence[BlockKey]) -> None:
+        """Take note that the engine's own cache has just dropped these blocks."""
+        self._coordinator.leave_device(_listed(keys))
+
+    def reset(self, *, keep: bool = False) -> None:
+        """Forget every block, stores in flight included: what was computed with other weights must not return.
+
+        `keep`: the blocks are right still (the engine slept, its weights are the same), so forget nothing.
+        """
+        self._coordinator.reset(keep=keep)
 
     def statistics(self) -> OffloaderStatistics:
         """Return the numbers of both halves."""
@@ -371,16 +323,24 @@ class Offloader:
         self._worker.observe(reports)
 
 
-def _listed(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
+def _listed(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
+    if isinstance(keys, BlockKeys):
+        return keys
     try:
         return tuple(keys)
     except TypeError as error:
         raise RequestError(f"keys are a {type(keys).__name__}: give a sequence of BlockKey objects") from error
 
 
-def _checked_keys(keys: Iterable[BlockKey]) -> tuple[BlockKey, ...]:
+def _checked_keys(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
     found = _listed(keys)
+    if isinstance(found, BlockKeys):
+        return found
     for position, key in enumerate(found):
         if not isinstance(key, BlockKey):
             raise RequestError(f"key {position} is a {type(key).__name__}: give BlockKey objects")
     return found
+
+
+def _groups_of(keys: Sequence[BlockKey]) -> Sequence[int]:
+    return [keys.group] * len(keys) if isinstance(keys, BlockKeys) else [key.group for key in keys]

@@ -13,7 +13,8 @@ from kvmoor.host_memory.arena import Arena
 from kvmoor.host_memory.slab_mapper import SlabMapper
 from kvmoor.host_memory.slab_memory import SlabMemory
 from kvmoor.observation import Event, LaneBroke, TransferEnded
-from kvmoor.offloader import Offloader, TransferResult
+from kvmoor.offloader import Offloader
+from kvmoor.offloader_results import TransferResult
 from kvmoor.testing import ScriptedCopies
 from kvmoor.transfer_messages import OrderId, OrderKind, Outcome
 from kvmoor.transfers.lane import TransferLane

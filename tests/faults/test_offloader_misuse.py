@@ -16,7 +16,8 @@ from kvmoor.devices.cpu_stream import CpuStream
 from kvmoor.devices.device import BlockCopies, Direction
 from kvmoor.errors import BusyError, LayoutError, RequestError, SettingsError
 from kvmoor.observation import Event, TransferEnded
-from kvmoor.offloader import Match, Offloader
+from kvmoor.offloader import Offloader
+from kvmoor.offloader_results import Match
 from kvmoor.testing import ScriptedCopies
 from kvmoor.transfer_messages import OrderId, Outcome
 

@@ -59,7 +59,7 @@ def test_restores_runs_from_the_pool_and_from_host_memory_in_turn(moor) -> None:
     moored = moor()
     prompt = prompt_of(7 * BLOCK + 1)
     computed, _ = moored.store(prompt)
-    keys = moored.prefix_cache._keys(prompt)
+    keys = moored.prefix_cache._key_builder.prompt_keys(prompt)
     moored.prefix_cache._pool.index.forget([keys[1], keys[4], keys[5]])
     cache, restored = moored.restore(prompt)
 
@@ -191,7 +191,7 @@ def test_keeps_as_much_of_a_long_prompt_as_host_memory_holds(moor) -> None:
     moored = moor(host_blocks=2, device_blocks=5)
     prompt = prompt_of(5 * BLOCK)
     _, stored = moored.store(prompt)
-    moored.prefix_cache._pool.index.clear()
+    moored.prefix_cache._pool.index.reset()
     _, restored = moored.restore(prompt)
     assert StoredPrefix(5 * BLOCK, 5 * BLOCK, 2 * BLOCK) == stored
     assert RestoredPrefix(2 * BLOCK, 0, 2 * BLOCK) == restored

@@ -15,17 +15,17 @@ WAIT_S = 20.0
 
 
 def test_load_that_fails_is_a_miss(moor) -> None:
-    """If a block cannot be loaded, its prompt is computed, its rows are free again, and the next load succeeds."""
+    """If a block cannot be loaded, its prompt is computed, its rows can be filled again, and the next load succeeds."""
     moored = moor(device_blocks=5)
     prompt = prompt_of(5 * BLOCK)
     expected = moored.generate(prompt)
     moored.store(prompt)
-    moored.prefix_cache._pool.index.clear()
+    moored.prefix_cache._pool.index.reset()
     moored.copies.fail_at(2, queue="load")
 
     cache, restored = moored.restore(prompt)
     assert RestoredPrefix(0, 0, 0) == restored
-    assert 5 == moored.prefix_cache.statistics().device_pool.free
+    assert 5 == moored.prefix_cache._pool.room
     assert expected == moored.generate(prompt, cache)
     _, restored = moored.restore(prompt)
     assert RestoredPrefix(4 * BLOCK, 0, 4 * BLOCK) == restored
@@ -36,7 +36,7 @@ def test_load_that_fails_keeps_the_prefix_before_it(moor) -> None:
     moored = moor()
     prompt = prompt_of(5 * BLOCK)
     moored.store(prompt)
-    moored.prefix_cache._pool.index.forget(moored.prefix_cache._keys(prompt)[2:])
+    moored.prefix_cache._pool.index.forget(moored.prefix_cache._key_builder.prompt_keys(prompt)[2:])
     moored.copies.fail_at(0, queue="load")
     _, restored = moored.restore(prompt)
     assert RestoredPrefix(2 * BLOCK, 2 * BLOCK, 0) == restored
@@ -47,7 +47,7 @@ def test_rows_of_a_load_that_does_not_end_are_withheld_until_it_does(moor) -> No
     moored = moor(device_blocks=6, transfer_timeout_s=0.05)
     prompt = prompt_of(4 * BLOCK + 1)
     moored.store(prompt)
-    moored.prefix_cache._pool.index.clear()
+    moored.prefix_cache._pool.index.reset()
     gate = moored.copies.hang_at(0, queue="load")
 
     _, restored = moored.restore(prompt)
@@ -92,12 +92,30 @@ def test_rows_of_a_store_that_does_not_end_are_not_filled_anew(moor) -> None:
     assert 4 * BLOCK == stored.num_tokens
 
 
+def test_rows_that_a_store_still_reads_stay_withheld_over_a_reset(moor) -> None:
+    """A reset forgets blocks but hands no row out that a copy may still read; what may be filled is filled (B37)."""
+    moored = moor(device_blocks=4, transfer_timeout_s=0.05)
+    gate = moored.copies.hang_at(0, queue="store")
+    prompt = prompt_of(3 * BLOCK)
+    moored.store(prompt)
+    moored.prefix_cache.reset()
+    _, stored = moored.store(prompt_of(4 * BLOCK, seed=2))
+    assert BLOCK == stored.num_tokens
+    _, restored = moored.restore([*prompt, 1])
+    assert RestoredPrefix(0, 0, 0) == restored
+
+    gate.release()
+    moored.prefix_cache._offloader.wait(list(moored.prefix_cache._withheld), WAIT_S)
+    _, stored = moored.store(prompt_of(4 * BLOCK, seed=3))
+    assert 4 * BLOCK == stored.num_tokens
+
+
 def test_interruption_withholds_the_rows_of_a_load(moor, monkeypatch) -> None:
     """Ctrl-C while a load runs leaves the cache empty and the rows withheld; closing still gives everything back."""
     moored = moor()
     prompt = prompt_of(5 * BLOCK)
     moored.store(prompt)
-    moored.prefix_cache._pool.index.clear()
+    moored.prefix_cache._pool.index.reset()
 
     def interrupt(job_ids, timeout_s):
         raise KeyboardInterrupt
@@ -130,7 +148,7 @@ def test_second_thread_is_told_that_the_cache_is_in_use(moor) -> None:
     moored = moor()
     prompt = prompt_of(5 * BLOCK)
     moored.store(prompt)
-    moored.prefix_cache._pool.index.clear()
+    moored.prefix_cache._pool.index.reset()
     gate = moored.copies.hang_at(0, queue="load")
     found = []
     first = threading.Thread(target=lambda: found.append(moored.restore(prompt)[1]))

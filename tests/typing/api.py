@@ -5,15 +5,17 @@ import numpy as np
 import kvmoor
 from kvmoor import (
     BlockKey,
+    BlockKeys,
     BlockLayout,
     CpuDevice,
     GroupLayout,
+    KeyBuilder,
     KvmoorError,
+    MultimodalItem,
+    Namespace,
     Offloader,
     Outcome,
     TensorPages,
-    namespace_digest,
-    prefix_block_keys,
 )
 from kvmoor.observation import Event, Observer, StoreDeclined, TransferEnded
 
@@ -40,8 +42,21 @@ def describe() -> BlockLayout:
 
 def store_and_load(layout: BlockLayout, tokens: list[int], blocks: list[int]) -> int:
     observer: Observer = PrintingObserver()
-    namespace: bytes = namespace_digest({"model": "example", "epoch": 1, "salt": b""})
-    keys: list[BlockKey] = prefix_block_keys(tokens, tokens_per_block=16, namespace=namespace)
+    namespace = Namespace(
+        model="example",
+        revision="1",
+        weights_epoch=1,
+        layout_fingerprint=layout.fingerprint,
+        parallel_sizes={"tensor": 2},
+        extra={"engine": "mine", "version": 3, "raw": b""},
+    )
+    builder = KeyBuilder(namespace.next_epoch(), tokens_per_block=16)
+    keys: BlockKeys = builder.prompt_keys(tokens, adapter="a", cache_salt=None, multimodal=[MultimodalItem(b"h", 3, 2)])
+    same: BlockKeys = builder.engine_keys([b"hash", "hash", 7], group=0)
+    prompt = builder.growing_prompt(group=0)
+    more: BlockKeys = prompt.append(np.array(tokens))
+    first: BlockKey = keys[0]
+    print(first.digest.hex(), same.digests, more[:1], prompt.keys, prompt.num_tokens)
     num_done = 0
     with Offloader(layout, host_memory="8GiB", device=CpuDevice(), observer=observer, mapping="eager") as offloader:
         print(offloader.plan.describe(), offloader.plan.nbytes)

@@ -1,25 +1,12 @@
-"""A key changes with everything that shapes the bytes of a block, and with nothing else."""
+"""A key is a value, and fields are hashed so that no two sets of them have one digest."""
 
 import pickle
+from enum import Enum, StrEnum
 
-import numpy as np
 import pytest
 
-from kvmoor.block_key import DIGEST_NBYTES, BlockKey, namespace_digest, prefix_block_keys
+from kvmoor.block_key import DIGEST_NBYTES, BlockKey, BlockKeys, digest_fields
 from kvmoor.errors import RequestError
-
-NAMESPACE = namespace_digest({"model": "m", "dtype": "bfloat16"})
-
-
-def keys_of(
-    token_ids: object, tokens_per_block: int = 4, namespace: bytes = NAMESPACE, group: int = 0
-) -> list[BlockKey]:
-    return prefix_block_keys(
-        token_ids,  # type: ignore[arg-type]
-        tokens_per_block=tokens_per_block,
-        namespace=namespace,
-        group=group,
-    )
 
 
 def test_keys_are_values() -> None:
@@ -47,7 +34,7 @@ def test_keys_are_values() -> None:
 )
 def test_other_digests_are_refused(digest: object, found: str) -> None:
     """A digest that is not 32 bytes is refused with what was found."""
-    with pytest.raises(RequestError, match=f"has to be {DIGEST_NBYTES} bytes, found {found}: hash shorter keys"):
+    with pytest.raises(RequestError, match=f"has to be {DIGEST_NBYTES} bytes, found {found}: hash keys of an engine"):
         BlockKey(digest)  # type: ignore[arg-type]
 
 
@@ -57,7 +44,7 @@ def test_negative_groups_are_refused() -> None:
         BlockKey(bytes(32), -1)
 
 
-def test_namespaces_differ_in_every_field() -> None:
+def test_fields_differ_in_everything() -> None:
     """Changing one name, value or type, or moving a character between fields, gives another digest (B32)."""
     fields: list[dict[str, str | int | bytes]] = [
         {},
@@ -74,90 +61,117 @@ def test_namespaces_differ_in_every_field() -> None:
         {"a": "b", "c": "d"},
         {"a": "bc", "": "d"},
         {"a": "bcd"},
+        {"a": "\ud800"},  # as in the name of a file that is not UTF-8
+        {"a": "\udc00"},
+        {"a": "\ud800\udc00"},
+        {"a": "\U00010000"},
         {"a": b"b\x01\x00\x00\x00\x00\x00\x00\x00c"},
     ]
 
-    digests = [namespace_digest(each) for each in fields]
+    digests = [digest_fields(each) for each in fields]
 
     assert len(fields) == len(set(digests))
     assert {DIGEST_NBYTES} == {len(digest) for digest in digests}
 
 
 def test_the_order_of_fields_does_not_matter() -> None:
-    """A namespace is a set of fields, however it was written down."""
-    assert namespace_digest({"a": 1, "b": "x"}) == namespace_digest({"b": "x", "a": 1})
+    """Fields are a set, however it was written down."""
+    assert digest_fields({"a": 1, "b": "x"}) == digest_fields({"b": "x", "a": 1})
 
 
 def test_digests_do_not_change_between_versions() -> None:
     """What one version stored the next one finds: these digests are part of the format."""
-    assert "db57b44c3c6018b4" == namespace_digest({"model": "m", "rank": 1, "raw": b"\x00"}).hex()[:16]
-    assert "b3e641bb130bc45b" == keys_of(range(8))[1].digest.hex()[:16]
+    assert "db57b44c3c6018b4" == digest_fields({"model": "m", "rank": 1, "raw": b"\x00"}).hex()[:16]
 
 
-def test_only_full_blocks_have_keys() -> None:
-    """A last block that is not full has no key."""
-    assert [0, 0, 1, 1, 2, 2] == [len(keys_of(range(count))) for count in (0, 3, 4, 7, 8, 11)]
+def test_members_of_an_enumeration_count_with_their_value() -> None:
+    """What is a whole number or a text counts as that, by whatever name it goes in the program."""
 
+    class Rank(int, Enum):
+        FIRST = 1
 
-def test_a_key_covers_everything_before_its_block() -> None:
-    """Prompts share exactly the keys of their common beginning, in whole blocks."""
-    prompt = list(range(100, 116))
-    for position in range(16):
-        changed = list(prompt)
-        changed[position] = 7
-        shared = [ours == theirs for ours, theirs in zip(keys_of(prompt), keys_of(changed), strict=True)]
-        assert [block < position // 4 for block in range(4)] == shared
+    class Engine(StrEnum):
+        OURS = "e"
 
-
-def test_keys_do_not_depend_on_where_the_prompt_was_cut() -> None:
-    """A longer prompt has the keys of its beginning."""
-    assert keys_of(range(8)) == keys_of(range(15))[:2]
-
-
-def test_a_key_changes_with_all_that_shapes_the_block() -> None:
-    """Namespace, group and block size each give other keys for the same tokens."""
-    tokens = list(range(8))
-    digests = {
-        key.digest
-        for keys in (
-            keys_of(tokens),
-            keys_of(tokens, namespace=namespace_digest({"model": "other"})),
-            keys_of(tokens, group=1),
-            keys_of(tokens, tokens_per_block=8),
-        )
-        for key in keys
-    }
-
-    assert 7 == len(digests)
-    assert {1} == {key.group for key in keys_of(tokens, group=1)}
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64", "uint64", ">i4"])
-def test_the_type_of_the_tokens_does_not_matter(dtype: str) -> None:
-    """Lists, ranges and arrays of any integer type and stride give the same keys."""
-    array = np.arange(100, 116).astype(dtype)
-
-    assert keys_of(list(range(100, 116))) == keys_of(array) == keys_of(np.repeat(array, 2)[::2])
-
-
-def test_large_token_ids_are_told_apart() -> None:
-    """Ids are compared in 64 bits."""
-    assert keys_of([2**63 - 1, 0, 0, 0]) != keys_of([2**31 - 1, 0, 0, 0])
-    assert keys_of([2**32, 0, 0, 0]) != keys_of([0, 0, 0, 0])
+    assert digest_fields({"a": Rank.FIRST, "b": Engine.OURS}) == digest_fields({"a": 1, "b": "e"})
 
 
 @pytest.mark.parametrize(
-    "token_ids",
-    [[-1, 2], [1.0, 2.0], ["a"], [True, False], [[1, 2], [3, 4]], [[1], [2, 3]], [2**63], [2**64], [None]],
+    ("fields", "message"),
+    [
+        ({"a": None}, "field 'a' is None: give text, a whole number or bytes"),
+        ({"a": True}, "field 'a' is True"),
+        ({"a": 1.0}, "field 'a' is 1.0"),
+        ({"a": ("b",)}, "field 'a' is"),
+        ({"a": 1, 2: 1}, "a field is named 2: give its name as text"),
+        ({b"a": 1}, "a field is named b'a'"),
+    ],
     ids=str,
 )
-def test_other_tokens_are_refused(token_ids: list[object]) -> None:
-    """What is not one sequence of ids from 0 to 2**63 - 1 is refused."""
-    with pytest.raises(RequestError, match=r"^token_ids (has shape|holds sequences of several lengths)"):
-        keys_of(token_ids, tokens_per_block=1)
+def test_other_fields_are_refused(fields: dict[str, int], message: str) -> None:
+    """A value without one way to write it down is refused by the name of its field, and so is a name."""
+    with pytest.raises(RequestError, match=message):
+        digest_fields(fields)
 
 
-def test_blocks_without_tokens_are_refused() -> None:
-    """A block holds at least one token, also for an empty prompt."""
-    with pytest.raises(RequestError, match="tokens_per_block is 0: give 1 or more"):
-        keys_of([], tokens_per_block=0)
+def digests_of(count: int) -> list[bytes]:
+    return [digest_fields({"block": number}) for number in range(count)]
+
+
+def test_block_keys_are_a_sequence_of_keys() -> None:
+    """Keys of a prompt read as a sequence of `BlockKey`, and every slice is one as well."""
+    digests = digests_of(5)
+    keys = BlockKeys(iter(digests), 2)
+    listed = [BlockKey(digest, 2) for digest in digests]
+
+    assert listed == list(keys) == [keys[place] for place in range(-5, 0)]
+    assert tuple(digests) == keys.digests
+    assert (5, 0) == (len(keys), len(keys[5:]))
+    assert listed[1::2] == list(keys[1::2])
+    assert (BlockKeys, 2) == (type(keys[1:3]), keys[1:3].group)
+    assert listed[3] in keys
+    assert BlockKey(digests[3], 1) not in keys
+    assert digests[3] not in keys
+    assert "<5 keys of group 2>" == repr(keys)
+    with pytest.raises(IndexError):
+        keys[5]
+
+
+def test_block_keys_are_values() -> None:
+    """Keys equal the same keys in any sequence, also after a journey between processes; no keys equal no keys."""
+    keys = BlockKeys(digests_of(3), 1)
+
+    assert keys == BlockKeys(digests_of(3), 1) == BlockKeys(digests_of(4), 1)[:3] == pickle.loads(pickle.dumps(keys))
+    assert list(keys) == keys == tuple(keys)
+    assert BlockKeys((), 1) == BlockKeys((), 2) == []
+    for other in (
+        BlockKeys(digests_of(3), 2),
+        BlockKeys(digests_of(3)[::-1], 1),
+        BlockKeys(digests_of(4), 1),
+        list(keys)[:2],
+        [*keys, keys[0]],
+        list(keys.digests),
+        None,
+    ):
+        assert keys != other
+
+
+@pytest.mark.parametrize(
+    ("digests", "group", "message"),
+    [
+        ([bytes(32), bytes(31)], 0, "found 31 bytes"),
+        ([bytes(32), bytearray(range(32))], 0, "found bytearray"),
+        (["a" * 32], 0, "found str"),
+        (bytes(32), 0, "found int"),
+        (7, 0, "digests are a int: give a sequence of bytes"),
+        ([bytes(32)], -1, "the group of a block key is -1"),
+        ([], -1, "the group of a block key is -1"),
+        ([bytes(32)], True, "the group of a block key is True"),
+        ([bytes(32), bytes(range(32)), bytes(32)], 0, "stands at positions 0 and 2: name a block once"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_other_block_keys_are_refused(digests: object, group: int, message: str) -> None:
+    """What is no sequence of different digests of a group is refused, with what was found and where."""
+    with pytest.raises(RequestError, match=message):
+        BlockKeys(digests, group)  # type: ignore[arg-type]

@@ -1,14 +1,20 @@
 """What gives way is what was used longest ago, from the end of its prompt, and never what somebody uses."""
 
+import random
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
+import numpy as np
 import pytest
 
 from index_steps import P, Q, R, begin_store, found, index_of, keys_of, store
 from kvmoor.errors import BrokenError
 from kvmoor.index.block_index import BlockIndex
+from kvmoor.index.block_state import BlockState
+from kvmoor.index.eviction.arc import TailFirstArc
+from kvmoor.index.eviction.device_lru import DeviceAwareLru
 from kvmoor.index.eviction.lru import TailFirstLru
+from kvmoor.index.lease import Lease
+from kvmoor.index.slot_arrays import NO_SLOT, NO_SLOTS, Slots
 from kvmoor.transfer_messages import SlotRange
 
 
@@ -158,23 +164,25 @@ def test_a_store_over_several_groups_is_all_or_nothing() -> None:
     index.check_invariants()
 
 
-@pytest.mark.parametrize("trouble", ["too few", "none", "twice", "leased", "named"])
+@pytest.mark.parametrize("trouble", ["too few", "too many", "none", "twice", "leased", "named", "no slot"])
 def test_a_policy_that_breaks_its_promise_is_named(trouble: str) -> None:
     """Victims that are not evictable are an error, never an overwritten block."""
 
     class Broken(TailFirstLru):
-        def evict(
-            self, num_blocks: int, excluding: AbstractSet[bytes], arriving: Sequence[bytes] = ()
-        ) -> list[bytes] | None:
+        def evict(self, num_blocks: int, excluding: Slots = NO_SLOTS, arriving: Sequence[bytes] = ()) -> Slots | None:
             if num_blocks == 0:  # the blocks that this test stores first fit in free slots
-                return []
-            return {
-                "too few": [P[1].digest],
+                return NO_SLOTS
+            named, good, other, leased = index._groups[0].slots_of([key.digest for key in [*P[:3], Q[0]]]).tolist()
+            victims = {
+                "too few": [good],
+                "too many": [good, other, named],
                 "none": None,
-                "twice": [P[1].digest, P[1].digest],
-                "leased": [P[1].digest, Q[0].digest],
-                "named": [P[1].digest, P[0].digest],
+                "twice": [good, good],
+                "leased": [good, leased],
+                "named": [good, named],
+                "no slot": [good, NO_SLOT],
             }[trouble]
+            return None if victims is None else np.array(victims, np.int32)
 
     index = BlockIndex(1, Broken)
     index.publish(SlotRange(0, 0, 4))
@@ -187,3 +195,73 @@ def test_a_policy_that_breaks_its_promise_is_named(trouble: str) -> None:
 
     assert [3, 1] == found(index, P[:3], Q[:1])
     index.complete(match)
+
+
+def test_what_the_device_holds_gives_way_first_if_the_policy_wants_it() -> None:
+    """The index tells its policy which blocks enter and leave the device, and a store evicts accordingly."""
+    index = BlockIndex(1, DeviceAwareLru)
+    index.publish(SlotRange(0, 0, 6))
+    store(index, P[:2])
+    store(index, Q[:2])
+    store(index, R[:2])
+    index.enter_device([*Q[:2], *R[:2]])
+
+    index.leave_device(Q[:2])
+
+    assert [R[1], R[0], P[1]] == list(store(index, P[5:8]).evicted_keys)
+    assert [P[0]] == list(store(index, R[7:8]).evicted_keys)
+
+
+def test_blocks_that_are_not_here_have_no_place_on_the_device() -> None:
+    """What is told of unknown blocks, or of such as are being written, is passed over."""
+    index = BlockIndex(1, DeviceAwareLru)
+    index.publish(SlotRange(0, 0, 3))
+    begun = begin_store(index, P[:2])
+
+    index.enter_device([*P[:2], *Q[:2]])
+    index.leave_device(Q[:1])
+    index.complete(begun)
+    store(index, R[:1])
+    index.enter_device(R[:1])
+
+    assert [R[0], P[1]] == list(store(index, Q[:2]).evicted_keys)
+
+
+def test_an_index_tells_its_policy_all_that_arc_needs() -> None:
+    """Slots, stores that fail, loads and resets reach the policy: its books and those of the index agree throughout."""
+    rng = random.Random(5)
+    index = BlockIndex(1, TailFirstArc)
+    prompts = [P, Q, R, P[:3] + Q[3:], keys_of("s", 8)]
+    stores: list[Lease] = []
+    loads: list[Lease] = []
+    for step in range(3000):
+        if step % 500 == 0:
+            index.publish(SlotRange(0, 2 * (step // 500), 2))
+        keys = rng.choice(prompts)[: rng.randint(1, 6)]
+        move = rng.choice(["store", "store", "match", "end store", "fail store", "end load", "forget", "reset"])
+        if move == "store" and (lease := index.prepare_store(keys)):
+            stores.append(lease)
+        elif move == "match" and (match := index.match(keys)).keys:
+            loads.append(match)
+        elif move == "end store" and stores:
+            index.complete(stores.pop(rng.randrange(len(stores))))
+        elif move == "fail store" and stores:
+            index.abort(stores.pop(rng.randrange(len(stores))))
+        elif move == "end load" and loads:
+            index.complete(loads.pop(rng.randrange(len(loads))))
+        elif move == "forget":
+            index.forget(keys[:1])
+        elif move == "reset" and rng.random() < 0.05:
+            index.reset()
+        index.check_invariants()
+        group = index._groups[0]
+        policy = group.policy
+        assert isinstance(policy, TailFirstArc)
+        assert index.num_published == policy._num_slots
+        blocks = [(digest, slot, group.states[slot]) for digest, slot in group.current.slot_of.items()]
+        being_written = {digest for digest, _, state in blocks if state is BlockState.WRITING}
+        ready = {slot: digest for digest, slot, state in blocks if state is BlockState.READY}
+        assert being_written == policy._arriving_once | policy._arriving_twice
+        assert ready == {**policy._once, **policy._twice, **policy._withdrawn}
+        assert policy.num_ghosts <= policy._num_slots
+    assert index.num_evicted > 50

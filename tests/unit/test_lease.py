@@ -29,9 +29,9 @@ def test_a_lease_names_its_keys_and_slots() -> None:
 
     assert (KEYS[3], KEYS[2]) == lease.keys
     assert (2, 3) == lease.slots
-    assert 1 == lease.num_known
+    assert (2, 1) == (len(lease), lease.num_known)
     assert (KEYS[3], KEYS[0], KEYS[2]) == lease.call_keys
-    assert () == lease.evicted_keys
+    assert ((), 0) == (lease.evicted_keys, lease.num_evicted)
 
 
 def test_repr_is_the_state() -> None:
@@ -190,6 +190,70 @@ def test_keep_after_the_end_is_refused() -> None:
         lease.keep(1)
     with pytest.raises(RequestError, match="completed or aborted as a whole"):
         index.keep(begin_store(index, KEYS[2:3]), 0)
+
+
+def test_parts_are_the_slots_by_group() -> None:
+    """A lease has a part for each group, with its digests, slots and positions in the order of the call."""
+    index = index_of(2, 2)
+    keys = [BlockKey(bytes([number]) * 32, number % 2) for number in (1, 2, 3)]
+
+    lease = begin_store(index, keys)
+
+    assert [1, 0] == [part.group for part in lease.parts]
+    assert [[0, 2], [1]] == [part.positions.tolist() for part in lease.parts]
+    assert [[keys[0].digest, keys[2].digest], [keys[1].digest]] == [list(part.digests) for part in lease.parts]
+    assert [[0, 1], [0]] == [part.slots.tolist() for part in lease.parts]
+    assert 3 == len(lease) == sum(map(len, lease.parts))
+
+
+def test_a_match_has_no_empty_parts() -> None:
+    """A group of which nothing is matched, or nothing is kept, has no part in the lease."""
+    index = index_of(2, 2)
+    keys = [BlockKey(bytes([number]) * 32, number % 2) for number in (1, 2, 3)]
+    index.complete(begin_store(index, keys))
+
+    assert [1] == [part.group for part in index.match([keys[0], BlockKey(bytes(32), 0)]).parts]
+    lease = index.match(keys)
+    lease.keep(1)
+    assert [1] == [part.group for part in lease.parts]
+    lease.keep(0)
+    assert [] == list(lease.parts)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
+def test_a_load_under_way_keeps_all_its_blocks(num_blocks: int) -> None:
+    """Once a load has begun its lease is not shortened; after the load is withdrawn it can be."""
+    index = stored_index(2)
+    lease = index.match(KEYS[:2])
+    index.start_load(lease)
+
+    with pytest.raises(RequestError, match="is being loaded"):
+        lease.keep(num_blocks)
+    assert 2 == index.num_leased == len(lease)
+    index.cancel_load(lease)
+    lease.keep(num_blocks)
+
+    assert num_blocks == index.num_leased == len(lease)
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("end", [BlockIndex.complete, BlockIndex.abort])
+def test_a_load_is_over_when_its_lease_is(end: Callable[[BlockIndex, Lease], object]) -> None:
+    """A resolved lease is in flight no more, and no load of it can begin or be withdrawn."""
+    index, other = stored_index(2), stored_index(2)
+    lease = index.match(KEYS[:2])
+    index.start_load(lease)
+    assert lease.in_flight
+
+    end(index, lease)
+
+    assert not lease.in_flight
+    assert 0 == index.num_leased
+    for call in (BlockIndex.start_load, BlockIndex.cancel_load):
+        with pytest.raises(RequestError, match="a lease is resolved once"):
+            call(index, lease)
+        with pytest.raises(RequestError, match="not a lease of this index"):
+            call(index, other.match(KEYS[:1]))
 
 
 def test_unresolved_leases_are_listed_with_their_keys() -> None:

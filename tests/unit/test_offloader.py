@@ -10,7 +10,8 @@ from device_blocks import DeviceBlocks, content_key, content_keys
 from kvmoor.block_layout import BlockLayout, GroupLayout, TensorPages
 from kvmoor.devices.cpu import CpuDevice
 from kvmoor.errors import ClosedError, LayoutError, NoRoomError, RequestError, SettingsError
-from kvmoor.offloader import Offloader, TransferResult
+from kvmoor.offloader import Offloader
+from kvmoor.offloader_results import TransferResult
 from kvmoor.transfer_messages import Outcome
 
 WAIT_S = 20.0
@@ -60,6 +61,32 @@ def test_blocks_come_back_whole(offloader: Offloader, device_blocks: DeviceBlock
     for block_id, number in ((9, 1), (4, 2), (7, 3)):
         np.testing.assert_array_equal(device_blocks.pattern(number), device_blocks.content(block_id))
     assert (device_blocks.content(0) == 0xEE).all()
+
+
+def test_a_stream_computes_with_blocks_whose_load_it_waits_for(device_blocks: DeviceBlocks) -> None:
+    """Work queued after `order_after` finds the blocks loaded; jobs that are over, or None, hold up nothing."""
+    device = CpuDevice()
+    stream, other = device.open_stream("engine"), device.open_stream("other")
+    with Offloader(device_blocks.layout(), host_memory="64KiB", device=device) as offloader:
+        store(offloader, device_blocks, 1)
+        device_blocks.poison()
+        latch = other.latch()
+        job_id = offloader.submit_load(offloader.match(content_keys(1)), [9], wait_for=other.record_event())
+        offloader.order_after(job_id, stream)
+        found: list[np.ndarray] = []
+        stream.submit(lambda: found.append(device_blocks.content(9).copy()))
+        event = stream.record_event()
+        assert not event.wait(0.02)
+        with pytest.raises(RequestError, match="no stream of a CPU device"):
+            offloader.order_after(job_id, "cuda:0")
+        latch.release()
+        assert event.wait(WAIT_S)
+
+        np.testing.assert_array_equal(device_blocks.pattern(1), found[0])
+        offloader.wait([job_id], WAIT_S)
+        offloader.poll_results()
+        for over in (job_id, None):
+            offloader.order_after(over, stream)
 
 
 def test_a_stored_block_is_seen_only_after_its_copy(device_blocks: DeviceBlocks) -> None:

@@ -9,6 +9,7 @@ from kvmoor.coordinator import Coordinator
 from kvmoor.devices.cpu import CpuDevice
 from kvmoor.errors import SettingsError
 from kvmoor.index.eviction.arc import TailFirstArc
+from kvmoor.index.eviction.device_lru import DeviceAwareLru
 from kvmoor.index.eviction.lru import TailFirstLru
 from kvmoor.index.eviction.policies import POLICIES, policy_factory
 from kvmoor.offloader import Offloader
@@ -32,12 +33,14 @@ def surviving(eviction: Any) -> list[int]:
 
 def test_every_policy_has_a_name() -> None:
     """The table of policies names those of the package, and nobody can change it."""
-    assert {"lru": TailFirstLru, "arc": TailFirstArc} == dict(POLICIES)
+    assert {"lru": TailFirstLru, "arc": TailFirstArc, "device-lru": DeviceAwareLru} == dict(POLICIES)
     with pytest.raises(TypeError):
         POLICIES["lru"] = TailFirstArc  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("eviction", "expected"), [("lru", []), ("arc", [1, 2]), (TailFirstArc, [1, 2])])
+@pytest.mark.parametrize(
+    ("eviction", "expected"), [("lru", []), ("device-lru", []), ("arc", [1, 2]), (TailFirstArc, [1, 2])]
+)
 def test_the_chosen_policy_decides(eviction: Any, expected: list[int]) -> None:
     """After a scan the default has forgotten a prompt that returned once, adaptive replacement has not."""
     assert expected == surviving(eviction)
@@ -66,7 +69,7 @@ def test_each_group_has_its_own_policy() -> None:
 @pytest.mark.parametrize("eviction", ["LRU", "lfu", "", None, 3, TailFirstLru()])
 def test_an_unknown_choice_is_refused(eviction: Any) -> None:
     """A name that is not in the table, or what cannot be called, is a setting error that names the choices."""
-    with pytest.raises(SettingsError, match=r"eviction is .*give 'lru' or 'arc', or a"):
+    with pytest.raises(SettingsError, match=r"eviction is .*give one of 'lru', 'arc', 'device-lru', or a"):
         policy_factory(eviction)
 
 

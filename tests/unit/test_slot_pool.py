@@ -2,8 +2,10 @@
 
 import random
 
+import numpy as np
 import pytest
 
+from kvmoor.index.slot_arrays import Slots
 from kvmoor.index.slot_pool import SlotPool
 
 
@@ -11,6 +13,16 @@ def pool_of(num_slots: int) -> SlotPool:
     pool = SlotPool()
     pool.publish(0, num_slots)
     return pool
+
+
+def slots_of(*numbers: int) -> Slots:
+    return np.array(numbers, np.int32)
+
+
+def allocated(pool: SlotPool, num_slots: int) -> tuple[int, ...] | None:
+    slots = pool.allocate(num_slots)
+    assert slots is None or slots.dtype == np.int32
+    return None if slots is None else tuple(slots.tolist())
 
 
 def counts(pool: SlotPool) -> tuple[int, int, int]:
@@ -23,7 +35,7 @@ def test_a_new_pool_has_no_slots() -> None:
     pool = SlotPool()
 
     assert pool.allocate(1) is None
-    assert () == pool.allocate(0)
+    assert () == allocated(pool, 0)
     assert (0, 0, 0) == counts(pool)
 
 
@@ -35,7 +47,7 @@ def test_published_slots_are_free() -> None:
     pool.publish(20, 0)
 
     assert (8, 8, 0) == counts(pool)
-    assert set(range(4)) | set(range(8, 12)) == set(pool.allocate(8) or ())
+    assert set(range(4)) | set(range(8, 12)) == set(allocated(pool, 8) or ())
 
 
 def test_all_or_nothing() -> None:
@@ -44,7 +56,7 @@ def test_all_or_nothing() -> None:
 
     assert pool.allocate(4) is None
     assert (3, 3, 0) == counts(pool)
-    assert (0, 1, 2) == pool.allocate(3)
+    assert (0, 1, 2) == allocated(pool, 3)
     assert pool.allocate(1) is None
 
 
@@ -52,9 +64,9 @@ def test_neighbouring_allocations_are_adjacent() -> None:
     """Allocations from one run follow each other, so that a longer copy can join them."""
     pool = pool_of(8)
 
-    assert (0, 1, 2) == pool.allocate(3)
-    assert (3, 4) == pool.allocate(2)
-    assert (5,) == pool.allocate(1)
+    assert (0, 1, 2) == allocated(pool, 3)
+    assert (3, 4) == allocated(pool, 2)
+    assert (5,) == allocated(pool, 1)
 
 
 def test_ranges_published_side_by_side_are_one_run() -> None:
@@ -63,29 +75,29 @@ def test_ranges_published_side_by_side_are_one_run() -> None:
     pool.publish(4, 4)
     pool.publish(0, 4)
 
-    assert (0, 1, 2, 3, 4, 5, 6, 7) == pool.allocate(8)
+    assert (0, 1, 2, 3, 4, 5, 6, 7) == allocated(pool, 8)
 
 
 def test_the_shortest_run_that_suffices_is_taken() -> None:
     """A request takes the run that fits best and leaves longer ones whole."""
     pool = pool_of(12)
     pool.allocate(12)
-    pool.release([0, 1, 2, 3, 4, 6, 7, 8, 10])  # runs of 5, 3 and 1
+    pool.release(slots_of(0, 1, 2, 3, 4, 6, 7, 8, 10))  # runs of 5, 3 and 1
 
-    assert (6, 7) == pool.allocate(2)
-    assert (8,) == pool.allocate(1)
-    assert (10,) == pool.allocate(1)
-    assert (0, 1, 2, 3, 4) == pool.allocate(5)
+    assert (6, 7) == allocated(pool, 2)
+    assert (8,) == allocated(pool, 1)
+    assert (10,) == allocated(pool, 1)
+    assert (0, 1, 2, 3, 4) == allocated(pool, 5)
 
 
 def test_long_requests_take_few_pieces() -> None:
     """Where no run suffices, the longest go first and the rest comes from the run that fits it best."""
     pool = pool_of(14)
     pool.allocate(14)
-    pool.release([0, 2, 3, 5, 6, 7, 9, 10, 11, 12])  # runs of 1, 2, 3 and 4
+    pool.release(slots_of(0, 2, 3, 5, 6, 7, 9, 10, 11, 12))  # runs of 1, 2, 3 and 4
 
-    assert (9, 10, 11, 12, 2, 3) == pool.allocate(6)
-    assert (5, 6, 7, 0) == pool.allocate(4)
+    assert (9, 10, 11, 12, 2, 3) == allocated(pool, 6)
+    assert (5, 6, 7, 0) == allocated(pool, 4)
 
 
 def test_released_slots_join_their_neighbours() -> None:
@@ -94,16 +106,16 @@ def test_released_slots_join_their_neighbours() -> None:
     pool.allocate(6)
 
     for slot in (4, 0, 2, 5, 1, 3):
-        pool.release([slot])
+        pool.release(slots_of(slot))
 
     assert (6, 6, 0) == counts(pool)
-    assert (0, 1, 2, 3, 4, 5) == pool.allocate(6)
+    assert (0, 1, 2, 3, 4, 5) == allocated(pool, 6)
 
 
 def test_held_slots_are_neither_free_nor_used() -> None:
     """A held slot is not handed out until it is released, and then it is."""
     pool = pool_of(4)
-    slots = pool.allocate(3) or ()
+    slots = slots_of(*(allocated(pool, 3) or ()))
 
     pool.hold(slots[:2])
 
@@ -112,30 +124,51 @@ def test_held_slots_are_neither_free_nor_used() -> None:
     pool.release_held(slots[:2])
     pool.release(slots[2:])
     assert (4, 4, 0) == counts(pool)
-    assert (0, 1, 2, 3) == pool.allocate(4)
+    assert (0, 1, 2, 3) == allocated(pool, 4)
 
 
 def test_what_is_not_out_cannot_be_given_back() -> None:
     """Releasing, holding or publishing a slot twice, and a slot that does not exist, is caught."""
     pool = pool_of(4)
-    used, held, *_ = pool.allocate(3) or ()
-    pool.hold([held])
+    used, held, *_ = allocated(pool, 3) or ()
+    pool.hold(slots_of(held))
 
     for call in (
-        lambda: pool.release([3]),
-        lambda: pool.release([held]),
-        lambda: pool.release([used, used]),
-        lambda: pool.release([7]),
-        lambda: pool.hold([held]),
-        lambda: pool.hold([3]),
-        lambda: pool.release_held([2]),
-        lambda: pool.release_held([held, held]),
+        lambda: pool.release(slots_of(3)),
+        lambda: pool.release(slots_of(held)),
+        lambda: pool.release(slots_of(used, used)),
+        lambda: pool.release(slots_of(7)),
+        lambda: pool.hold(slots_of(held)),
+        lambda: pool.hold(slots_of(3)),
+        lambda: pool.release_held(slots_of(2)),
+        lambda: pool.release_held(slots_of(held, held)),
         lambda: pool.publish(3, 2),
         lambda: pool.publish(-1, 1),
         lambda: pool.allocate(-1),
     ):
         with pytest.raises(AssertionError):
             call()
+
+
+def test_what_was_handed_out_is_the_callers_own() -> None:
+    """Arrays of two allocations share no memory with each other or with the pool, also where nothing was asked for."""
+    pool = pool_of(6)
+    first, second = pool.allocate(3), pool.allocate(3)
+    assert first is not None
+    assert second is not None
+
+    first[:] = 0
+
+    assert [3, 4, 5] == second.tolist()
+    pool.release(second)
+    assert (6, 3, 0) == counts(pool)
+    nothing = pool.allocate(0)
+    assert nothing is not None
+    assert 0 == len(nothing)
+    pool.release(nothing)
+    pool.hold(nothing)
+    pool.release_held(nothing)
+    assert (6, 3, 0) == counts(pool)
 
 
 def test_no_slot_is_lost_or_handed_out_twice() -> None:
@@ -153,7 +186,7 @@ def test_no_slot_is_lost_or_handed_out_twice() -> None:
         move = rng.choice(["allocate", "allocate", "release", "hold", "release_held"])
         if move == "allocate":
             wanted = rng.randint(0, 12)
-            slots = pool.allocate(wanted)
+            slots = allocated(pool, wanted)
             assert (slots is None) == (wanted > len(free))
             if slots is not None:
                 assert wanted == len(set(slots))
@@ -163,15 +196,15 @@ def test_no_slot_is_lost_or_handed_out_twice() -> None:
         elif move == "release":
             rng.shuffle(used)
             given, used = used[:4], used[4:]
-            pool.release(given)
+            pool.release(slots_of(*given))
             free |= set(given)
         elif move == "hold":
             given, used = used[:2], used[2:]
-            pool.hold(given)
+            pool.hold(slots_of(*given))
             held += given
         else:
             given, held = held[:3], held[3:]
-            pool.release_held(given)
+            pool.release_held(slots_of(*given))
             free |= set(given)
         assert len(free) == pool.num_free
         assert len(held) == pool.num_held

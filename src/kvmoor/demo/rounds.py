@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from kvmoor.demo.documents import Document
 from kvmoor.demo.model import LoadedModel
 from kvmoor.errors import RequestError
-from kvmoor.offloader import OffloaderStatistics
+from kvmoor.offloader_results import OffloaderStatistics
 
 if TYPE_CHECKING:
     from kvmoor.host_memory.arena_plan import ArenaPlan

@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from kvmoor.block_key import namespace_digest
+from kvmoor.block_key import digest_fields
 from kvmoor.byte_sizes import format_nbytes, round_up
 from kvmoor.errors import CorruptDataError, RequestError
 from kvmoor.host_memory.arena_plan import GroupPlan
@@ -154,7 +154,7 @@ def digest_geometry(groups: Sequence[GroupPlan], layout_fingerprint: bytes) -> b
         for place, group in enumerate(groups)
         for field in dataclasses.fields(group)
     }
-    return namespace_digest({"layout": layout_fingerprint, **numbers})
+    return digest_fields({"layout": layout_fingerprint, **numbers})
 
 
 def read_status_header(fd: int, what: str, calls: ProcessCalls) -> StatusHeader:

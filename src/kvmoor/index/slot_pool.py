@@ -5,9 +5,12 @@ numbers are a good sign for adjacent memory, not a promise: whoever copies looks
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import Final
+
+import numpy as np
+
+from kvmoor.index.slot_arrays import NO_SLOTS, Slots
 
 # What becomes of a slot number; one byte each.
 _UNPUBLISHED: Final = 0
@@ -67,7 +70,7 @@ class SlotPool:
         if num_slots:
             self._join_run(first, num_slots)
 
-    def allocate(self, num_slots: int) -> tuple[int, ...] | None:
+    def allocate(self, num_slots: int) -> Slots | None:
         """Hand out `num_slots` slots, or None and nothing if fewer are free.
 
         They come from the shortest run that is long enough; if none is, from the longest ones, and the last piece again
@@ -87,22 +90,24 @@ class SlotPool:
             if taken < length:
                 self._add_run(first + taken, length - taken)
             self._mark(first, taken, _FREE, _USED)
-            pieces.append(range(first, first + taken))
+            pieces.append(np.arange(first, first + taken, dtype=np.int32))
             wanted -= taken
         self._num_free -= num_slots
-        return tuple(chain.from_iterable(pieces))
+        if len(pieces) > 1:
+            return np.concatenate(pieces)
+        return pieces[0] if pieces else NO_SLOTS
 
-    def release(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Slots) -> None:
         """Take used slots back; they are free at once."""
         self._free(slots, _USED)
 
-    def hold(self, slots: Iterable[int]) -> None:
+    def hold(self, slots: Slots) -> None:
         """Set used slots aside until `release_held`: a copy that was given up may still write to them."""
         for first, length in _runs(slots):
             self._mark(first, length, _USED, _HELD)
             self._num_held += length
 
-    def release_held(self, slots: Iterable[int]) -> None:
+    def release_held(self, slots: Slots) -> None:
         """Take held slots back, once nothing touches them any more; they are free at once."""
         self._num_held -= self._free(slots, _HELD)
 
@@ -112,13 +117,14 @@ class SlotPool:
         assert self._num_held == self._uses.count(_HELD)
         assert self._num_published == len(self._uses) - self._uses.count(_UNPUBLISHED)
         runs = sorted(self._length_at.items())
-        assert runs == list(_runs(slot for slot, use in enumerate(self._uses) if use == _FREE))
+        free = np.flatnonzero(np.frombuffer(self._uses, np.uint8) == _FREE).astype(np.int32)
+        assert runs == list(_runs(free))
         assert {first + length: first for first, length in runs} == self._first_before
         by_length = [(first, length) for length, firsts in self._firsts_by_length.items() for first in firsts]
         assert runs == sorted(by_length)
         assert sorted(self._firsts_by_length) == self._lengths
 
-    def _free(self, slots: Iterable[int], use: int) -> int:
+    def _free(self, slots: Slots, use: int) -> int:
         num_slots = 0
         for first, length in _runs(slots):
             self._mark(first, length, use, _FREE)
@@ -165,14 +171,11 @@ class SlotPool:
             del self._lengths[bisect_left(self._lengths, length)]
 
 
-def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield first slot and length of each run of adjacent slots, ascending. A slot named twice begins a run again."""
-    first = end = -1
-    for slot in sorted(slots):
-        if slot != end:
-            if end > first:
-                yield first, end - first
-            first = slot
-        end = slot + 1
-    if end > first:
-        yield first, end - first
+def _runs(slots: Slots) -> Iterator[tuple[int, int]]:
+    """Return first slot and length of each run of adjacent slots, ascending. A slot named twice begins a run again."""
+    if not len(slots):
+        return iter(())
+    ordered = np.sort(slots)
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(ordered))
+    return zip(ordered[starts].tolist(), lengths.tolist(), strict=True)

@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmoor.block_key import prefix_block_keys
+from kvmoor.block_key import DIGEST_NBYTES
 from kvmoor.errors import RequestError
+from kvmoor.key_builder import KeyBuilder, Namespace
 from kvmoor.simulation.trace import FIRST, BadLine, Request, TraceBuilder
 
 MAX_TOKENS: Final = 2**27
@@ -22,7 +23,7 @@ _MAX_SESSION_BLOCKS: Final = 2**24
 _MOONCAKE_BLOCK_SIZE: Final = 512
 _RAGPULSE_PARTS: Final = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 """The parts of a prompt in the order in which they stand in it."""
-_NAMESPACE: Final = b"kvmoor simulate"
+_NAMESPACE: Final = Namespace(model="kvmoor simulate", layout_fingerprint=bytes(DIGEST_NBYTES))  # there are no bytes
 """All prompts of a trace share one cache, so nothing has to tell their keys apart."""
 
 
@@ -164,11 +165,11 @@ def jsonl_request(line: Any, builder: TraceBuilder, default_block_size: int) -> 
         if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise BadLine("token_ids has to be a list of whole numbers")
         try:
-            keys = prefix_block_keys(ids, tokens_per_block=block_size, namespace=_NAMESPACE)
+            keys = KeyBuilder(_NAMESPACE, tokens_per_block=block_size).prompt_keys(ids)
         except (RequestError, OverflowError) as error:
             raise BadLine(str(error)) from error
         num_tokens = len(ids)
-        hashes: Sequence[Hashable] = [key.digest for key in keys]
+        hashes: Sequence[Hashable] = keys.digests
     else:
         num_tokens = _whole(line, "num_tokens")
         hashes = _full_blocks(_hashes(line, "block_hashes"), num_tokens, block_size)

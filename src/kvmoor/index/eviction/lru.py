@@ -1,9 +1,11 @@
 """Least recently used, eating prompts from their ends."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from itertools import islice
+
+import numpy as np
+
+from kvmoor.index.eviction.use_order import UseOrder
+from kvmoor.index.slot_arrays import NO_SLOTS, Slots
 
 
 class TailFirstLru:
@@ -17,51 +19,55 @@ class TailFirstLru:
     """
 
     def __init__(self) -> None:
-        self._oldest_first: OrderedDict[bytes, None] = OrderedDict()
+        self._order = UseOrder()
 
     def __len__(self) -> int:
-        return len(self._oldest_first)
+        return len(self._order)
 
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._oldest_first
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._order
 
-    def resize(self, num_slots: int) -> None:
-        """Need no number of slots: what was used last does not depend on it."""
+    def resize(self, num_slots: int, slot_limit: int) -> None:  # noqa: ARG002  (what was used last does not depend on it)
+        """Make room for the slots below `slot_limit`."""
+        self._order.resize(slot_limit)
 
-    def insert(self, digests: Sequence[bytes]) -> None:
+    def insert(self, slots: Slots, digests: Sequence[bytes]) -> None:  # noqa: ARG002  (who they are does not matter)
         """Make blocks the most recent ones, the first of the list the very most."""
-        for digest in reversed(digests):
-            self._oldest_first[digest] = None
-            self._oldest_first.move_to_end(digest)
+        self._order.use(slots[::-1])
 
-    def touch(self, digests: Sequence[bytes]) -> None:
+    def touch(self, slots: Slots) -> None:
         """Make the held ones the most recent ones; a leased block gets its place when it is restored."""
-        self.insert([digest for digest in digests if digest in self._oldest_first])
+        if len(slots):
+            self._order.use(slots[self._order.holds(slots)][::-1])
 
-    def withdraw(self, digests: Sequence[bytes]) -> None:
+    def withdraw(self, slots: Slots) -> None:
         """Hold the blocks no longer."""
-        for digest in digests:
-            del self._oldest_first[digest]
+        self._order.discard(slots)
 
-    def restore(self, digests: Sequence[bytes]) -> None:
+    def restore(self, slots: Slots) -> None:
         """Hold the blocks again, as the most recent ones."""
-        self.insert(digests)
+        self._order.use(slots[::-1])
 
-    def remove(self, digests: Sequence[bytes]) -> None:
+    def remove(self, slots: Slots) -> None:
         """Forget the blocks, held or not."""
-        for digest in digests:
-            self._oldest_first.pop(digest, None)
+        self._order.discard(slots)
+
+    def give_up(self, digests: Sequence[bytes]) -> None:
+        """Do nothing: a block that arrives is not noted before it is inserted."""
+
+    def enter_device(self, slots: Slots) -> None:
+        """Do nothing: where else a block is does not matter to it."""
+
+    def leave_device(self, slots: Slots) -> None:
+        """Do nothing."""
 
     def evict(
         self,
         num_blocks: int,
-        excluding: AbstractSet[bytes],
+        excluding: Slots = NO_SLOTS,
         arriving: Sequence[bytes] = (),  # noqa: ARG002  (recency asks only about what is there)
-    ) -> list[bytes] | None:
+    ) -> Slots | None:
         """Give up the oldest blocks, whatever arrives. Looks at `num_blocks` and as many as it has to pass over."""
-        candidates = (digest for digest in self._oldest_first if digest not in excluding)
-        victims = list(islice(candidates, num_blocks))
-        if len(victims) < num_blocks:
+        if num_blocks > len(self._order) - np.count_nonzero(self._order.holds(excluding)):
             return None
-        self.withdraw(victims)
-        return victims
+        return self._order.take_oldest(num_blocks, excluding)

@@ -41,7 +41,7 @@ class BlockPool:
     def room(self) -> int:
         """Return how many blocks a prompt can have here now, if all that nobody holds give way."""
         usage = self.index.slot_usage(0)
-        return usage.free + usage.evictable
+        return usage.free + usage.ready + usage.outdated + usage.draining - usage.leased  # draining ones are leased
 
     def write(self, rows: Sequence[int], states: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
         """Copy blocks of a prompt into rows: of the whole blocks in `states`, those at `positions`."""

@@ -11,9 +11,9 @@ import torch
 from blake3 import blake3
 from transformers import DynamicCache, PreTrainedModel
 
-from kvmoor.block_key import namespace_digest
 from kvmoor.errors import UnsupportedError
 from kvmoor.integrations.transformers.cache_objects import StateGeometry, cache_argument, refuse_unsupported
+from kvmoor.key_builder import Namespace
 
 _FORMAT: Final = 1
 _SAMPLES_PER_TENSOR: Final = 1024
@@ -71,26 +71,26 @@ def measure_geometry(model: Any) -> StateGeometry:
     return StateGeometry(tuple((state.shape[1], state.shape[3]) for state in states), dtype, device)
 
 
-def model_namespace(model: Any, *, layout_fingerprint: bytes) -> bytes:
-    """Digest everything that shapes the bytes of a block, so that another model's blocks are never found.
+def model_namespace(model: Any, *, layout_fingerprint: bytes) -> Namespace:
+    """Name everything that shapes the bytes of a block, so that another model's blocks are never found.
 
     Weights count with some thousand evenly spaced elements of each parameter and buffer; a change that misses all of
     these goes unseen, so a model edited by hand needs another `name_or_path`.
     """
     config = model.config
-    return namespace_digest(
-        {
-            "format": _FORMAT,
+    return Namespace(
+        model=type(model).__name__,  # a model that was not loaded has no name of its own
+        revision=getattr(config, "_commit_hash", None),
+        layout_fingerprint=layout_fingerprint,
+        extra={
+            "identity_format": _FORMAT,
             "engine": "transformers",
-            "model_class": type(model).__name__,
             "name_or_path": str(config.name_or_path),
-            "revision": str(getattr(config, "_commit_hash", None) or ""),
             "config": config.to_json_string(use_diff=False),
             "weights": _sample_weights(model),
             "dtype": str(model.dtype),
             "attention": str(getattr(config, "_attn_implementation", "")),
-            "layout": layout_fingerprint,
-        }
+        },
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvmoor.block_key import BlockKey, prefix_block_keys
+from kvmoor.block_key import BlockKey
 from kvmoor.deadlines import checked_timeout
 from kvmoor.devices.cpu import CpuDevice
 from kvmoor.devices.device import Device
@@ -46,8 +46,10 @@ from kvmoor.integrations.transformers.cache_objects import (
     refuse_unsupported,
 )
 from kvmoor.integrations.transformers.model_identity import measure_geometry, model_namespace, refuse_unsupported_model
+from kvmoor.key_builder import KeyBuilder
 from kvmoor.observation import Observer
-from kvmoor.offloader import Offloader, OffloaderCloseReport, OffloaderStatistics
+from kvmoor.offloader import Offloader
+from kvmoor.offloader_results import OffloaderCloseReport, OffloaderStatistics
 from kvmoor.process_end import register
 from kvmoor.transfer_messages import OrderId, Outcome
 
@@ -131,7 +133,8 @@ class PrefixCache:
                 device = _default_device(self._geometry)
                 opened.callback(device.close, 0.0)
             self._pool = BlockPool(self._geometry, num_blocks=device_blocks, tokens_per_block=tokens_per_block)
-            self._namespace = model_namespace(model, layout_fingerprint=self._pool.layout.fingerprint)
+            namespace = model_namespace(model, layout_fingerprint=self._pool.layout.fingerprint)
+            self._key_builder = KeyBuilder(namespace, tokens_per_block=tokens_per_block)
             opened.pop_all()  # from here on the offloader closes the device
         self._offloader = Offloader(
             self._pool.layout,
@@ -170,7 +173,7 @@ class PrefixCache:
                 raise RequestError(
                     f"the prompt has {len(tokens)} tokens and the cache holds {limit}: raise its max_cache_len"
                 )
-            keys = self._keys(tokens)[: (len(tokens) - 1) // self._tokens_per_block]
+            keys = self._key_builder.prompt_keys(tokens)[: (len(tokens) - 1) // self._tokens_per_block]
             with ExitStack() as leases:
                 rows, num_from_host = self._lease_prefix(keys, leases)
                 if rows:
@@ -194,7 +197,7 @@ class PrefixCache:
                     f"the cache holds {num_cached} tokens and {len(tokens)} token ids were given: "
                     "pass the ids of all tokens in the cache, prompt included"
                 )
-            keys = self._keys(tokens[:num_cached])[: self._pool.room]
+            keys = self._key_builder.prompt_keys(tokens[:num_cached])[: self._pool.room]
             if not keys:
                 return StoredPrefix(0, 0, 0)
             num_to_device = self._copy_into_pool(keys, cache)
@@ -205,7 +208,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every block, on the device and in host memory: call it after the weights have changed."""
         with self._exclusive_use():
-            self._pool.index.clear()
+            self._pool.index.reset()
             self._offloader.reset()
 
     def statistics(self) -> PrefixCacheStatistics:
@@ -371,9 +374,6 @@ class PrefixCache:
     def _check_cache(self, cache: Any) -> None:
         refuse_unsupported(cache)
         refuse_mismatch(cache, self._geometry)
-
-    def _keys(self, tokens: list[int]) -> list[BlockKey]:
-        return prefix_block_keys(tokens, tokens_per_block=self._tokens_per_block, namespace=self._namespace)
 
 
 def _default_device(geometry: StateGeometry) -> Device:
