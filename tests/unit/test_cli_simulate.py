@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvmoor
+from kvmoor.cli import simulate_command
 from kvmoor.cli.main import app
 
 TRACE = str(Path(__file__).parents[1] / "data/traces/mooncake_synthetic_trace.jsonl.gz")
@@ -91,6 +92,80 @@ def test_policies_are_compared_side_by_side(small_trace):
     assert 2 == text.count("where the knee is takes several capacities to see")
 
 
+def test_tiers_are_reported_side_by_side(small_trace):
+    """With a device and a disk the table says what each tier finds and what is written; the advice, what one has."""
+    done = simulate(
+        *(small_trace, "--kv-bytes-per-token", 1000, "--device-memory", "10 blocks", "--disk", "1MB"),
+        *("--store-when", "leaving", "--disk-admission", "second-reference"),
+        *("--capacity", "5 blocks", "--capacity", "80 blocks"),
+    )
+    assert (0, "") == (done.exit_code, done.stderr)
+    text = " ".join(done.stdout.split())
+    assert "The device holds 164 kB; host memory stores what leaves it." in text
+    assert "The disk holds 999 kB and takes what falls out of host memory, if it was referred to twice." in text
+    headings = "host memory hit ratio of optimum device host disk to host a day to disk a day not written"
+    assert headings in text
+    # 39 hits of 16 tokens, 14 of them on the device; one of the 21 blocks never leaves it; nothing falls out of 80.
+    assert "1.31 MB 62.4 % 100.0 % 22.4 % 40.0 % 0.0 % 320 kB 0 B 0 B" in text
+    assert "█" * 11 + "▓" * 20 + " " in done.stdout
+    assert "The device alone saves 22.4 %." in text
+
+
+def test_tiers_in_json(small_trace):
+    """With --json the tiers and the counts of each are there, next to all that is there without them."""
+    arguments = [small_trace, "--json", "--capacity", "12 blocks", "--device-memory", "10 blocks", "--disk", "9 blocks"]
+    report = json.loads(simulate(*arguments).stdout)
+    assert {
+        "device_blocks": 10,
+        "device_nbytes": None,
+        "disk_blocks": 9,
+        "disk_nbytes": None,
+        "store_when": "computed",
+        "disk_admission": "all",
+    } == report["tiers"]
+    (result,) = report["results"]
+    assert result["hit_blocks"] == sum(result["hit_blocks_by_tier"].values())
+    assert result["hit_ratio"] == pytest.approx(sum(result["hit_ratio_by_tier"].values()))
+    assert (
+        {"device", "host", "disk"} == result["stored_blocks_by_tier"].keys() == result["evicted_blocks_by_tier"].keys()
+    )
+    assert {None} == set(result["written_nbytes_a_day_by_tier"].values())
+    assert 0 == result["saved_disk_writes_blocks"]
+    alone = json.loads(simulate(small_trace, "--json", "--capacity", "12 blocks").stdout)
+    assert "tiers" not in alone
+    assert set(alone) < set(report)
+
+
+def test_a_host_that_cannot_help_is_said(small_trace):
+    """Host memory no larger than the device, storing what is computed, and `device-lru` with that, get a warning."""
+    arguments = [small_trace, "--device-memory", "10 blocks", "--policy", "device-lru"]
+    warnings = "try --store-when leaving", "device-lru is made for --store-when leaving"
+    text = " ".join(simulate(*arguments, "--capacity", "10 blocks").stdout.split())
+    assert all(warning in text for warning in warnings)
+    text = " ".join(simulate(*arguments, "--capacity", "10 blocks", "--store-when", "leaving").stdout.split())
+    assert not any(warning in text for warning in warnings)
+
+
+def test_a_disk_needs_no_device(small_trace):
+    """--disk alone puts a disk behind host memory; nothing is said of a device."""
+    text = simulate(small_trace, "--disk", "30 blocks", "--capacity", "10 blocks").stdout
+    assert "The disk holds 30 blocks and takes all that falls out of host memory." in text
+    assert "device" not in text
+
+
+@pytest.mark.parametrize("tiers", [[], ["--device-memory", "10 blocks", "--disk", "9 blocks"]])
+def test_the_progress_bar_ends_at_its_end(small_trace, monkeypatch, tiers):
+    """Each block of each replay moves the bar once."""
+    bars = []
+    make_bar = simulate_command._progress
+    monkeypatch.setattr(simulate_command, "_progress", lambda: bars.append(make_bar()) or bars[-1])
+    simulate(
+        small_trace, *tiers, "--capacity", "3 blocks", "--capacity", "5 blocks", "--policy", "lru", "--policy", "arc"
+    )
+    (bar,) = bars
+    assert [(60 * 2 * 2, 60 * 2 * 2)] == [(task.completed, task.total) for task in bar.tasks]
+
+
 def test_a_model_config_gives_the_size_of_a_token(small_trace, tmp_path):
     """--model-config computes what --kv-bytes-per-token would say."""
     config = tmp_path / "config.json"
@@ -135,6 +210,16 @@ def test_skipped_lines_are_counted(tmp_path, small_trace):
         (["--concurrency", "0"], "concurrency is 0.0"),
         (["--plot", "plot.txt"], "suffix '.txt': give one of .png, .svg"),
         (["--plot", "no/such/folder/plot.png"], "has no folder to be in"),
+        (["--device-memory", "0"], "--device-memory is '0'"),
+        (["--device-memory", "8GiB"], "--device-memory '8GiB' is in bytes, and what a token takes is not known"),
+        (["--disk", "1kB", "--kv-bytes-per-token", "1000"], "--disk '1kB' holds no block"),
+        (
+            ["--device-memory", "5 blocks", "--store-when", "later"],
+            "--store-when is 'later': choose from computed",
+        ),
+        (["--disk", "5 blocks", "--disk-admission", "some"], "--disk-admission is 'some': choose from all, second-ref"),
+        (["--store-when", "leaving"], "give its --device-memory too"),
+        (["--device-memory", "5 blocks", "--disk-admission", "all"], "give its size with --disk too"),
         (["--format", "mooncake"], "small.jsonl:1: has no field input_length"),
     ],
 )
@@ -146,10 +231,11 @@ def test_what_cannot_be_used_is_refused_in_one_line(small_trace, arguments, comp
     assert 1 == len(done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("capacity", ["8GiB", "x blocks"])
-def test_bad_capacities_are_said_before_the_trace_is_read(capacity):
+@pytest.mark.parametrize("option", ["--capacity", "--device-memory", "--disk"])
+@pytest.mark.parametrize("size", ["8GiB", "x blocks"])
+def test_bad_sizes_are_said_before_the_trace_is_read(option, size):
     """What no trace makes usable is refused without waiting for one."""
-    assert "--capacity" in simulate("missing.jsonl", "--capacity", capacity).stderr
+    assert option in simulate("missing.jsonl", option, size).stderr
 
 
 def test_a_missing_matplotlib_is_said_before_the_trace_is_read(monkeypatch, tmp_path):
@@ -166,7 +252,8 @@ def test_a_missing_matplotlib_is_said_before_the_trace_is_read(monkeypatch, tmp_
 def test_the_plot_is_written_as_its_suffix_says(small_trace, tmp_path, name, magic):
     """--plot writes a file of the type that its suffix names; in a process, since matplotlib keeps fonts open."""
     command = [sys.executable, "-m", "kvmoor", "simulate", small_trace, "--kv-bytes-per-token", "1000"]
-    subprocess.run([*command, "--plot", str(tmp_path / name)], capture_output=True, check=True, timeout=100)
+    command += ["--device-memory", "10 blocks", "--plot", str(tmp_path / name)]
+    subprocess.run(command, capture_output=True, check=True, timeout=100)
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 

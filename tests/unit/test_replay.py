@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from kvmoor.index.eviction import policies
 from kvmoor.index.eviction.lru import TailFirstLru
 from kvmoor.simulation import replay as replay_module
 from kvmoor.simulation.comparison import compare
+from kvmoor.simulation.reachability import Reachability
 from kvmoor.simulation.replay import Replayer
-from kvmoor.simulation.trace import Request, TraceBuilder
+from kvmoor.simulation.trace import FIRST, Request, TraceBuilder
 
 
 def trace_of(prompts, block_size=1):
@@ -47,8 +49,8 @@ def hits_of_plain_lru(prompts, capacity):
 class HeadFirstLru(TailFirstLru):
     """Eat prompts from their beginnings, as no policy should."""
 
-    def insert(self, digests):
-        super().insert(list(reversed(digests)))
+    def insert(self, slots, digests):
+        super().insert(slots[::-1], digests[::-1])
 
 
 @given(st.lists(st.text("abc", max_size=5), min_size=1, max_size=20), st.integers(0, 8))
@@ -124,3 +126,21 @@ def test_what_cannot_be_replayed_is_refused(capacity, policy, message):
     """A capacity below 0 and a policy that does not exist are errors that say what would do."""
     with pytest.raises(SettingsError, match=message):
         Replayer(trace_of(["a"])).replay(capacity, policy=policy)
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=12), st.data())
+def test_unreachable_blocks_are_counted_whatever_comes_and_goes(prompts, data):
+    """The count is that of the cached blocks without the one in front of them, after each change."""
+    trace = trace_of(prompts)
+    reachability = Reachability(trace)
+    cached = set()
+    most = 0
+    for _ in range(6):
+        evicted = data.draw(st.lists(st.sampled_from(sorted(cached)), unique=True)) if cached else []
+        cached -= set(evicted)
+        missing = sorted(set(range(trace.num_unique_blocks)) - cached)
+        stored = data.draw(st.lists(st.sampled_from(missing), unique=True)) if missing else []
+        cached |= set(stored)
+        reachability.note(evicted=np.array(evicted, np.int32), stored=np.array(stored, np.int32))
+        most = max(most, sum(trace.predecessors[block] not in {FIRST, *cached} for block in cached))
+        assert most == reachability.most_unreachable

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvmoor.errors import MissingDependencyError, RequestError, SettingsError
-from kvmoor.simulation.comparison import ComparedReplay
+from kvmoor.simulation.comparison import ComparedReplay, Result
 
 SUFFIXES: Final = (".png", ".svg")
 
@@ -24,9 +24,18 @@ def check_plot(path: Path) -> None:
 
 
 def draw_plot(
-    path: Path, title: str, compared: Sequence[ComparedReplay], *, slot_nbytes: int | None, knee_blocks: int | None
+    path: Path,
+    title: str,
+    compared: Sequence[ComparedReplay[Result]],
+    *,
+    slot_nbytes: int | None,
+    knee_blocks: int | None,
+    device_hit_ratio: float | None = None,
 ) -> None:
-    """Write the plot, over a file that is there; memory is in GB if the bytes of a slot are known, else in blocks."""
+    """Write the plot, over a file that is there; memory is in GB if the bytes of a slot are known, else in blocks.
+
+    With a device in front, what it finds alone is a line too.
+    """
     unit = slot_nbytes / 1e9 if slot_nbytes else 1.0
     figure = _import_figure()(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -36,11 +45,15 @@ def draw_plot(
         axes.plot(memory, [100 * each.hit_ratio for each in points], marker="o", label=policy)
     memory = [each.replay.capacity_blocks * unit for each in points]
     axes.plot(memory, [100 * each.optimum_hit_ratio for each in points], "k--", label="offline optimum")
+    if device_hit_ratio is not None:
+        axes.axhline(100 * device_hit_ratio, color="tab:cyan", linestyle=":", label="device alone")
     if knee_blocks is not None:
         axes.axvline(knee_blocks * unit, color="grey", linewidth=0.8, label="knee")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
-    axes.set(title=title, xlabel="memory, GB" if slot_nbytes else "memory, blocks", ylabel="hit ratio, % of tokens")
+    axes.set(
+        title=title, xlabel="host memory, GB" if slot_nbytes else "host memory, blocks", ylabel="hit ratio, % of tokens"
+    )
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:

@@ -4,15 +4,16 @@ A request is atomic: it looks up the longest prefix that is there, then it store
 its victims; if they do not all fit, its leading ones are stored. The cache starts empty, and only full blocks count.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from kvmoor.block_key import DIGEST_NBYTES, BlockKey
 from kvmoor.errors import SettingsError
 from kvmoor.index.block_index import BlockIndex
-from kvmoor.index.eviction.policies import POLICIES
-from kvmoor.simulation.trace import FIRST, Trace
+from kvmoor.index.eviction.policies import POLICIES, PolicyFactory
+from kvmoor.simulation.reachability import Reachability
+from kvmoor.simulation.trace import Trace
+from kvmoor.simulation.trace_keys import TraceKeys, numbers_of
 from kvmoor.transfer_messages import SlotRange
 
 
@@ -39,7 +40,7 @@ class Replayer:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._keys = [BlockKey(_digest(number)) for number in range(trace.num_unique_blocks)]
+        self._keys = TraceKeys(trace)
 
     def replay(
         self, capacity_blocks: int, *, policy: str = "lru", on_progress: Callable[[int], None] | None = None
@@ -48,25 +49,23 @@ class Replayer:
 
         `on_progress` is told after each request how many blocks it referred to. A capacity of 0 saves nothing.
         """
-        if capacity_blocks < 0:
-            raise SettingsError(f"the capacity is {capacity_blocks} blocks: give 0 or more")
-        if policy not in POLICIES:
-            raise SettingsError(f"there is no policy {policy!r}: choose from {', '.join(POLICIES)}")
         started = perf_counter()
-        index = BlockIndex(1, POLICIES[policy])
-        index.publish(SlotRange(0, 0, capacity_blocks))
-        reachability = _Reachability(self._trace)
+        index = new_index(capacity_blocks, policy_named(policy))
+        reachability = Reachability(self._trace)
         hit_blocks = stored_blocks = 0
         for request in self._trace.requests:
-            keys = [self._keys[block] for block in request.blocks.tolist()]
+            keys = self._keys.of_blocks(request.blocks)
             match = index.match(keys)
-            hit_blocks += len(match.keys)
+            hit_blocks += len(match)
             index.complete(match)
             # Nothing is leased now, so as many leading blocks fit as there are slots.
             store = index.prepare_store(keys[:capacity_blocks])
             assert store is not None, "the leading blocks always fit"
             stored_blocks += index.complete(store)
-            reachability.note(evicted=store.evicted_keys, stored=store.keys)
+            reachability.note(
+                evicted=numbers_of(digest for _, digests in store.evicted for digest in digests),
+                stored=numbers_of(digest for part in store.parts for digest in part.digests),
+            )
             if on_progress is not None:
                 on_progress(len(keys))
         return ReplayResult(
@@ -81,41 +80,17 @@ class Replayer:
         )
 
 
-class _Reachability:
-    """Count the cached blocks whose predecessor is not cached."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._predecessors = trace.predecessors.tolist()
-        self._cached = bytearray(trace.num_unique_blocks)
-        self._num_cached_behind = [0] * trace.num_unique_blocks
-        self._num_unreachable = 0
-        self.most_unreachable = 0
-
-    def note(self, *, evicted: Iterable[BlockKey], stored: Iterable[BlockKey]) -> None:
-        """Note what one store changed."""
-        predecessors, cached, num_behind = self._predecessors, self._cached, self._num_cached_behind
-        for key in evicted:
-            block = _number(key)
-            before = predecessors[block]
-            cached[block] = 0
-            self._num_unreachable += num_behind[block]
-            if before != FIRST:
-                num_behind[before] -= 1
-                self._num_unreachable -= not cached[before]
-        for key in stored:
-            block = _number(key)
-            before = predecessors[block]
-            cached[block] = 1
-            self._num_unreachable -= num_behind[block]
-            if before != FIRST:
-                num_behind[before] += 1
-                self._num_unreachable += not cached[before]
-        self.most_unreachable = max(self.most_unreachable, self._num_unreachable)
+def policy_named(name: str) -> PolicyFactory:
+    """Return what makes the policies of a name. Raises `SettingsError` for an unknown one."""
+    if name not in POLICIES:
+        raise SettingsError(f"there is no policy {name!r}: choose from {', '.join(POLICIES)}")
+    return POLICIES[name]
 
 
-def _digest(number: int) -> bytes:
-    return number.to_bytes(DIGEST_NBYTES, "little")
-
-
-def _number(key: BlockKey) -> int:
-    return int.from_bytes(key.digest, "little")
+def new_index(capacity_blocks: int, policy: PolicyFactory) -> BlockIndex:
+    """Return an empty index with so many slots. Raises `SettingsError` for fewer than none."""
+    if capacity_blocks < 0:
+        raise SettingsError(f"the capacity is {capacity_blocks} blocks: give 0 or more")
+    index = BlockIndex(1, policy)
+    index.publish(SlotRange(0, 0, capacity_blocks))
+    return index
