@@ -4,26 +4,32 @@
     fork   in the child every open thing is marked closed, and descriptors that belong to the parent are closed
 
 Nothing here handles signals, which belong to whoever owns the process. A process that is killed runs none of this and
-leaves nothing either: memory of kvmoor has no name in any file system.
+leaves nothing either: memory of kvmoor has no name in any file system. `abandon_process` is for a process whose own end
+would hang.
 """
 
 import atexit
 import itertools
 import logging
 import os
+import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _log = logging.getLogger("kvmoor")
 
 EXIT_TIMEOUT_S: Final = 5.0
 """What closing may take at exit, all owners together. Guessed: as long as one `close`, and well within the ten seconds
 after which container runtimes kill what they asked to stop."""
+
+_FLUSH_TIMEOUT_S: Final = 1.0
+"""How long `abandon_process` waits for whoever reads our output. Guessed: nobody reads slower who still reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +108,30 @@ def is_leaving() -> bool:
     Nothing may then wait for code of others: no thread can be started any more to wait in its place (Python 3.12).
     """
     return _leaving
+
+
+def abandon_process(exit_code: int = 0) -> NoReturn:
+    """Write out stdout and stderr and end the process at once, with no exit hook and no finaliser of anybody.
+
+    For a host that has closed everything and whose end would hang all the same: with a stream of the GPU that never
+    finishes, a process that loaded torch does not come out of its own exit (over 70 s, H200, torch 2.11), and this ends
+    it. Memory and locks of the process go with it; what only exit hooks write is lost. Any thread may call.
+    """
+    # On a thread, because a full pipe that nobody reads would block it for ever.
+    flushing = threading.Thread(target=_flush_output, name="kvmoor-flush", daemon=True)
+    try:
+        flushing.start()
+        flushing.join(_FLUSH_TIMEOUT_S)
+    except RuntimeError:  # no thread starts any more once the interpreter is on its way out
+        _flush_output()
+    finally:
+        os._exit(exit_code)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, replaced or None: there is nothing to write then
+            stream.flush()
 
 
 def _without_keeping(owner: object, call: Any) -> Callable[[], Any]:

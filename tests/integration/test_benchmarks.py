@@ -79,6 +79,19 @@ def test_the_startup_benchmark_speaks_json() -> None:
     assert all(0 < each["usable_s"] <= each["mapped_s"] for each in report["results"])
 
 
+@pytest.mark.parametrize(
+    ("script", "figures"),
+    [("index_at_scale.py", "references"), ("policies.py", "results"), ("device_and_host.py", "results")],
+)
+def test_the_benchmarks_of_the_index_speak_json(script: str, figures: str) -> None:
+    """With --json they print one object with their question, the machine and figures."""
+    report = json.loads(run(script, "--quick", "--json"))
+
+    assert report["question"].endswith("?")
+    assert "NumPy" in report["machine"]
+    assert report[figures]
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
 def test_every_benchmark_explains_itself(script: str) -> None:
     """Every benchmark opens with its question and prints it with --help."""

@@ -20,11 +20,13 @@ def test_every_test_in_the_table_of_faults_exists() -> None:
 
 
 def test_the_table_of_faults_is_complete() -> None:
-    """It has a row for every kind of fault that can be shown without a GPU, in order."""
+    """It has a row for every kind of fault that can be shown, in order."""
     kinds = KINDS.findall((ROOT / "docs" / "faults.md").read_text())
-    opening = [*range(1, 12), 13, 14, 15]
+    opening = [*range(1, 12), 13, 14, 15, 16]
     closing = [17, 18, 19, 21, 23, 24]
-    assert [f"B{number:02}" for number in opening + closing] == kinds
+    ordering = [25, 26]
+    keeping = [28, 32, 35, 36, 37, 40, 41, 42, 44]
+    assert [f"B{number:02}" for number in opening + closing + ordering + keeping] == kinds
 
 
 def test_the_table_of_faults_leaves_nothing_open() -> None:

@@ -106,20 +106,20 @@ def test_what_takes_longer_than_any_step_is_not_counted(pacer, clock):
 
 
 def test_short_steps_are_counted_too(pacer, clock):
-    """Where steps take less than half a millisecond, 100 of them have to pass, though 50 ms are over before."""
+    """Where steps take less than two milliseconds, 250 of them have to pass, though 50 ms are over before."""
     step(pacer, clock, 0.0004, 20)
     pacer.note_registration()
     clock.seconds += 0.048
     step(pacer, clock, 0.0004, 40)  # 64 ms, 40 steps
-    assert pytest.approx(60 * 0.0004) == pacer.delay_s()
-    step(pacer, clock, 0.0004, 59)
+    assert pytest.approx(210 * 0.0004) == pacer.delay_s()
+    step(pacer, clock, 0.0004, 209)
     assert pytest.approx(0.001) == pacer.delay_s()  # not looked at more often than that
     step(pacer, clock, 0.0004, 1)
     assert 0 == pacer.delay_s()
 
 
 def test_short_steps_that_end_are_not_waited_for(pacer, clock):
-    """If the engine rests before its 100th step, the registration begins when the engine counts as idle."""
+    """If the engine rests before its 250th step, the registration begins when the engine counts as idle."""
     step(pacer, clock, 0.0004, 20)
     pacer.note_registration()
     step(pacer, clock, 0.0004, 10)
@@ -129,11 +129,11 @@ def test_short_steps_that_end_are_not_waited_for(pacer, clock):
     assert 0 == pacer.delay_s()
 
 
-def test_steps_of_half_a_millisecond_are_not_short(pacer, clock):
-    """From half a millisecond on, time alone decides."""
-    step(pacer, clock, 2**-10, 20)
+def test_steps_of_two_milliseconds_are_not_short(pacer, clock):
+    """From two milliseconds on, time alone decides."""
+    step(pacer, clock, 2**-8, 20)
     pacer.note_registration()
-    step(pacer, clock, 2**-10, 52)
+    step(pacer, clock, 2**-8, 13)
     assert 0 == pacer.delay_s()
 
 

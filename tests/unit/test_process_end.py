@@ -324,3 +324,43 @@ def test_no_signal_handler_is_installed(run):
         say(set(handlers.values()) <= {signal.SIG_DFL, signal.SIG_IGN, None})
     """)
     assert (0, ["True", "True"], "") == ended
+
+
+def test_an_abandoned_process_ends_at_once(run):
+    """`abandon_process` writes out what was printed, ends with its code, and runs no exit hook and no finaliser."""
+    ended = run("""
+        import atexit
+        owner = Owner("a")
+        atexit.register(say, "hook")
+        print("printed")
+        sys.stderr.write("complained")
+        process_end.abandon_process(7)
+    """)
+    assert (7, ["printed"], "complained") == ended
+
+
+def test_an_abandoned_process_does_not_wait_for_its_readers(run):
+    """A pipe that nobody empties does not keep the process: what does not fit is lost."""
+    code, _, _ = run("""
+        process_end._FLUSH_TIMEOUT_S = 0.1
+        reader, writer = os.pipe()
+        sys.stdout = open(writer, "w", buffering=1 << 20)
+        sys.stdout.write("x" * (1 << 19))
+        process_end.abandon_process(3)
+    """)
+    assert 3 == code
+
+
+def test_a_process_is_abandoned_from_an_exit_hook_too(run):
+    """Where the interpreter is leaving already and starts no thread any more, the end comes all the same."""
+    code, output, errors = run("""
+        import atexit
+        def refuse(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        def leave():
+            threading.Thread.start = refuse
+            sys.stdout.write("flushed\\n")
+            process_end.abandon_process(5)
+        atexit.register(leave)
+    """)
+    assert (5, ["flushed"], "") == (code, output, errors)

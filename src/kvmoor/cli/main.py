@@ -3,6 +3,7 @@
 import typer
 
 import kvmoor
+from kvmoor.cli.bench_command import bench
 from kvmoor.cli.demo_command import demo
 from kvmoor.cli.signals import exit_on_signals
 from kvmoor.cli.simulate_command import simulate
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(simulate)
+app.add_typer(bench, name="bench")
 
 
 @app.command()

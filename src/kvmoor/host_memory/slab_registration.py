@@ -30,6 +30,7 @@ MAX_FAILURES_IN_A_ROW: Final = 3
 """After so many refused slabs no more are tried. One may be an accident of the moment, three are a limit. Guessed."""
 NOT_SUPPORTED: Final = 801
 """What the CUDA driver answers where host memory cannot be registered at all, as under confidential computing."""
+_NUM_REASONS_SHOWN: Final = 3
 _PAGE_NBYTES: Final = 4096
 
 
@@ -180,7 +181,7 @@ class SlabRegistration:
             if thread is not None and thread.is_alive():
                 self._given_up = True
                 return f"{self._call or 'unregistering host memory'} did not end in time"
-            return "; ".join(self._unproven)
+            return _describe_unproven(self._unproven)
 
     def forked(self, changed: threading.Condition) -> None:
         """Begin no call in a forked child: what is registered is the parent's. `changed` takes the old one's place."""
@@ -248,6 +249,12 @@ def _check_slabs(slabs: tuple[SlabPlan, ...], base: int) -> None:
         assert slab.nbytes > 0, f"slab {slab.number} is empty"
         assert not slab.nbytes % _PAGE_NBYTES, f"slab {slab.number} ends inside a page"
         end = slab.offset + slab.nbytes
+
+
+def _describe_unproven(reasons: list[str]) -> str:
+    """Return a few of many reasons: after a fault of the device each slab has the same one, at length."""
+    shown = "; ".join(reasons[:_NUM_REASONS_SHOWN])
+    return shown + (f"; and {len(reasons) - _NUM_REASONS_SHOWN} more" if len(reasons) > _NUM_REASONS_SHOWN else "")
 
 
 def _describe_slab(slab: SlabPlan) -> str:

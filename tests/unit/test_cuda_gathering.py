@@ -1,0 +1,249 @@
+"""Long jobs by way of the ring in device memory, on a GPU that does only what the test lets it do."""
+
+import random
+
+import numpy as np
+import pytest
+
+from cuda_rig import ENGINE, LOAD, SHORT_S, STORE, WAIT_S, CudaRig
+from kvmoor.devices.cuda import gathering
+from kvmoor.devices.cuda.copy_strategy import CopyStrategy
+from kvmoor.devices.cuda.cuda_error import OUT_OF_MEMORY
+from kvmoor.devices.device import BlockCopies
+from kvmoor.errors import DeviceError, SettingsError
+
+RING_NBYTES = 4 * 2**20
+"""More than the reserve of a device, so that it is an allocation of its own."""
+GATHER = CopyStrategy(copy_engine_from_nbytes=None, gather_from_nbytes=1, gather_ring_nbytes=RING_NBYTES)
+PAGES = {"pages": (512, 512), "padding": (700, 36, 1300), "one": (4096,), "large": (300_000,)}
+
+
+@pytest.fixture(autouse=True)
+def _small_jobs_count(monkeypatch):
+    monkeypatch.setattr(gathering, "SHORTEST_JOB_NBYTES", 2 * 4096)
+    monkeypatch.setattr(gathering, "_SMALLEST_RING_NBYTES", RING_NBYTES)
+
+
+@pytest.fixture
+def rig():
+    with CudaRig() as rig:
+        yield rig
+
+
+class Opened:
+    """A queue and blocks on a rig; leaving it asserts that everything was given back."""
+
+    def __init__(self, rig, direction, *, strategy=GATHER, **options):
+        self.rig = rig
+        self.blocks = rig.blocks(**options)
+        rig.fake.host_register(self.blocks.address, self.blocks.slots.nbytes, False)
+        self.device = rig.open(strategy=strategy)
+        self.queue = self.device.open_copy_queue("queue", direction)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.rig.fake.run_all()
+        if kind is None:
+            assert self.device.close(WAIT_S)
+        self.rig.fake.memory.remove("registered", self.blocks.address)
+
+    @property
+    def gathers(self):
+        return bool(self.queue._submission._halves)
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_stored_blocks_are_whole_whatever_the_order(rig, pages, chunk):
+    """Through a ring that the pieces of a job share every byte of a store arrives, and padding stays as it was."""
+    options = {"page_nbytes": PAGES[pages], "blocks_per_chunk": chunk, "num_blocks": 48, "num_slots": 16}
+    with Opened(rig, STORE, **options) as opened:
+        blocks = opened.blocks
+        blocks.slots[:] = 0xEE
+        chosen = random.Random(pages).sample(range(16), 16)
+        places = random.Random(chunk).sample(range(16), 16)
+
+        opened.queue.enqueue(blocks.copies(*chosen, slots=places), 1, None)
+        rig.fake.run_all(random.Random(1))
+
+        assert (1, True) == (opened.queue.completed(), opened.gathers)
+        for block_id, place in zip(chosen, places, strict=True):
+            content = blocks.content(block_id)
+            np.testing.assert_array_equal(content, blocks.slots[place][: content.size])
+            assert (blocks.slots[place][content.size :] == 0xEE).all()
+
+
+@pytest.mark.parametrize("pages", PAGES)
+def test_loaded_blocks_are_whole_whatever_the_order(rig, pages):
+    """In the other direction every byte arrives in the blocks it is for, and in no other."""
+    with Opened(rig, LOAD, page_nbytes=PAGES[pages], num_blocks=32) as opened:
+        blocks = opened.blocks
+        blocks.slots[:] = np.random.default_rng(7).integers(0, 256, blocks.slots.shape, np.uint8)
+        untouched = [blocks.content(number).copy() for number in range(16, 32)]
+        places = random.Random(3).sample(range(16), 16)
+
+        opened.queue.enqueue(blocks.copies(*range(16), slots=places), 1, None)
+        rig.fake.run_all(random.Random(2))
+
+        assert (1, True) == (opened.queue.completed(), opened.gathers)
+        for block_id, place in enumerate(places):
+            content = blocks.content(block_id)
+            np.testing.assert_array_equal(blocks.slots[place][: content.size], content)
+        for number, content in enumerate(untouched, 16):
+            np.testing.assert_array_equal(content, blocks.content(number))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_jobs_are_over_in_order_whichever_way_they_go(rig, direction):
+    """Long and short jobs behind one another: a number is never seen before the bytes of all jobs up to it."""
+    with Opened(rig, direction, page_nbytes=(512, 512), num_blocks=64, num_slots=64) as opened:
+        blocks, queue = opened.blocks, opened.queue
+        blocks.slots[:] = np.random.default_rng(5).integers(0, 256, blocks.slots.shape, np.uint8)
+        jobs = [list(range(20)), [20], list(range(21, 41)), [41], [42], list(range(43, 63))]
+        queue.prepare(blocks.group)
+        rig.fake.run_all()
+        for sequence, chosen in enumerate(jobs, 1):
+            queue.enqueue(blocks.copies(*chosen), sequence, None)
+
+        order = random.Random(11)
+        streams = list(queue._submission.streams)
+        num_steps = sum(len(rig.fake.pending(stream)) for stream in streams)
+        for _ in range(20 * num_steps):
+            rig.fake.step(order.choice(streams))
+            for chosen in jobs[: queue.completed()]:
+                for number in chosen:
+                    content = blocks.content(number)
+                    np.testing.assert_array_equal(content, blocks.slots[number][: content.size])
+        assert len(jobs) == queue.completed()
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_the_device_side_waits_for_the_event(rig, direction):
+    """Neither a store reads blocks nor a load writes them before the event that the job waits for."""
+    with Opened(rig, direction, num_blocks=16) as opened:
+        blocks = opened.blocks
+        before = [blocks.content(number).copy() for number in range(16)], blocks.slots.copy()
+        rig.fake.enqueue(ENGINE, lambda: None, "engine's work")
+        event = opened.device.record_event()
+
+        opened.queue.enqueue(blocks.copies(*range(16)), 1, event)
+        for stream in 2 * opened.queue._submission.streams:
+            rig.fake.run(stream)
+
+        assert 0 == opened.queue.completed()
+        if direction is LOAD:
+            for number, content in enumerate(before[0]):
+                np.testing.assert_array_equal(content, blocks.content(number))
+        else:
+            np.testing.assert_array_equal(before[1], blocks.slots)
+
+
+def test_blocks_with_pages_left_out_go_directly(rig):
+    """A slot keeps what it has of a page that is left out: such jobs do not pass through the ring."""
+    with Opened(rig, STORE, blocks_per_chunk=2, num_blocks=32) as opened:
+        blocks = opened.blocks
+        blocks.slots[:] = 0xEE
+        (copies,) = blocks.copies(*range(16))
+        ids = copies.block_ids.copy()
+        ids[0] = -1
+
+        opened.queue.enqueue([BlockCopies(copies.group, ids, copies.slot_addresses)], 1, None)
+        rig.fake.run_all()
+
+        assert not opened.gathers
+        assert (blocks.slots[0][:512] == 0xEE).all()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(CopyStrategy(gather_from_nbytes=None), id="switched off"),
+        pytest.param(CopyStrategy(gather_from_nbytes=2**30), id="short runs"),
+        pytest.param(CopyStrategy(gather_from_nbytes=1, copy_engine_from_nbytes=512), id="long pages"),
+    ],
+)
+def test_what_gains_nothing_takes_no_memory(rig, strategy):
+    """Where the direct way is the better one, there is no ring."""
+    with Opened(rig, STORE, strategy=strategy) as opened:
+        opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+        rig.fake.run_all()
+
+        assert 1 == opened.queue.completed()
+        assert not getattr(opened.queue._submission, "_halves", None)
+
+
+def test_without_memory_for_the_ring_jobs_go_directly(rig):
+    """If the GPU has no memory left, long jobs are whole all the same, and it is not asked again."""
+    with Opened(rig, STORE) as opened:
+        num_calls = rig.fake.num_calls("memory_alloc")
+        rig.fake.fail("memory_alloc", 1, OUT_OF_MEMORY)
+        for sequence in (1, 2):
+            opened.queue.enqueue(opened.blocks.copies(*range(16)), sequence, None)
+            rig.fake.run_all()
+
+        assert (2, False) == (opened.queue.completed(), opened.gathers)
+        assert num_calls + 1 == rig.fake.num_calls("memory_alloc")
+        opened.blocks.assert_stored(*range(16))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stream_that_hangs_keeps_the_queue(rig, which):
+    """If either stream does not end the queue is not proven, closing ends by its deadline, and nothing blocks."""
+    with Opened(rig, STORE) as opened:
+        opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+        rig.fake.hang(opened.queue._submission.streams[which])
+        rig.fake.run_all()
+
+        assert not opened.queue.close(SHORT_S)
+        rig.fake.check()
+        rig.fake.release(opened.queue._submission.streams[which])
+        rig.fake.run_all()
+
+        assert opened.queue.close(WAIT_S)
+        assert opened.queue.failure(1) is None
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_stream_of_the_engine_waits_for_both(rig, direction):
+    """What is ordered after a long job runs once its bytes are there."""
+    with Opened(rig, direction) as opened:
+        seen = []
+        opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+
+        opened.queue.order_after(ENGINE, 1)
+        rig.fake.enqueue(ENGINE, lambda: seen.append(opened.queue.completed()), "engine's work")
+        rig.fake.run_all(random.Random(4))
+
+        assert [1] == seen
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_job_that_fails_at_any_call_is_never_called_whole(rig, direction):
+    """Whichever call of a long job fails, the queue is broken, its job ends as failed, and nothing is left open."""
+    with Opened(rig, direction) as opened:
+        before = rig.fake.num_calls()
+        opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+        num_calls = rig.fake.num_calls() - before
+    assert num_calls > 10
+    for at in range(num_calls):
+        with CudaRig() as each, Opened(each, direction) as opened:
+            each.fake.fail(None, each.fake.num_calls() + at, 999)
+            try:
+                opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+            except DeviceError:
+                each.fake.run_all()
+                assert opened.queue.close(WAIT_S)
+                assert opened.queue.completed() >= 1
+            else:
+                each.fake.run_all()
+                assert 1 == opened.queue.completed()  # without the ring
+
+
+@pytest.mark.parametrize("field", ["gather_from_nbytes", "gather_ring_nbytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])
+def test_bad_sizes_are_refused(field, value):
+    """What cannot be a size is refused by name."""
+    with pytest.raises(SettingsError, match=field):
+        CopyStrategy(**{field: value})
