@@ -239,7 +239,9 @@ class IndexModel:
                 state = WaitState.READY
             self.ended.append(wait)
         wait.state = state
-        if before.blocks and not before.done and not before.in_flight:
+        if before.in_flight:
+            before.ends_with_load = True
+        elif before.blocks and not before.done:
             self.end_load(before)
 
     def release_holder(self, holder: str) -> int:

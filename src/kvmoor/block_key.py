@@ -138,6 +138,10 @@ def digest_fields(fields: Mapping[str, str | int | bytes]) -> bytes:
     return hasher.digest()
 
 
+_MAX_BITS: Final = 4096
+"""More than any digest has; Python refuses to write out much longer ones."""
+
+
 def tag_value(name: str, value: object) -> tuple[bytes, bytes]:
     """Return the type of a value as one byte, and its bytes; `name` is for the `RequestError` of another type."""
     if isinstance(value, bytes):
@@ -145,6 +149,8 @@ def tag_value(name: str, value: object) -> tuple[bytes, bytes]:
     if isinstance(value, str):
         return b"s", encode_text(value)
     if isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > _MAX_BITS:
+            raise RequestError(f"field {name!r} is a whole number of {value.bit_length()} bits: give text or bytes")
         return b"i", str(int(value)).encode()  # int: a member of an enumeration counts with its value
     raise RequestError(f"field {name!r} is {value!r}: give text, a whole number or bytes")
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmoor.block_key import BlockKey
+from kvmoor.deadlines import checked_timeout
 from kvmoor.errors import RequestError
 from kvmoor.index.block_index import BlockIndex
 from kvmoor.index.block_state import BlockState
@@ -120,15 +121,23 @@ class Coordinator:
 
         It is released by `finish_request` of its `request`, and if its load has not begun within `timeout_s`.
         """
+        if timeout_s is not None:
+            timeout_s = checked_timeout(timeout_s, option="timeout_s")
         with self._lock:
             self._index.expire(now := self._clock())
             return self._index.match(keys, holder=request, deadline_s=None if timeout_s is None else now + timeout_s)
 
     def join(self, keys: Sequence[BlockKey], *, request: Hashable, timeout_s: float) -> Waiter:
-        """Wait for blocks that are being written, at most so long; see `BlockIndex.join`."""
+        """Wait for blocks that are being written, at most so long; see `BlockIndex.join`.
+
+        What is there in the end is leased for as long again, for its load to begin.
+        """
+        timeout_s = checked_timeout(timeout_s, option="timeout_s")
         with self._lock:
             self._index.expire(now := self._clock())
-            return self._index.join(keys, holder=request, deadline_s=now + timeout_s)
+            return self._index.join(
+                keys, holder=request, deadline_s=now + timeout_s, lease_deadline_s=now + 2 * timeout_s
+            )
 
     def take_ended_waiters(self) -> list[Waiter]:
         """Return those whose waiting has ended since the last call, past deadlines included."""

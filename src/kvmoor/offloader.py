@@ -73,8 +73,8 @@ class Offloader:
         says the same of page-locking, and "off" that there is none; what is not page-locked is copied through a small
         ring. It concerns devices that have a registrar. `numa` ("auto", "off", "interleave" or a node) and `huge_pages`
         say where memory is taken from; what cannot be had is done without, and the plan says so.
-        `eviction` says which blocks give way: "lru", "arc" or a factory of one's own `EvictionPolicy`, one for each
-        group.
+        `eviction` says which blocks give way: "lru", "arc", "device-lru" or a factory of one's own `EvictionPolicy`,
+        one for each group.
         Raises `SettingsError` or `NoRoomError` before anything is allocated.
         """
         observer = observer or SilentObserver()
@@ -164,8 +164,6 @@ class Offloader:
         `finish_request` of its `request` releases it too, and so does time if it is not loaded within `timeout_s`.
         """
         self._worker_for(1)
-        if timeout_s is not None:
-            timeout_s = checked_timeout(timeout_s, option="timeout_s")
         lease = self._coordinator.match(_listed(keys), request=request, timeout_s=timeout_s)  # it looks at each key
         return Match(self._coordinator, lease)
 

@@ -4,6 +4,7 @@ import pytest
 
 from index_steps import P, Q
 from kvmoor.coordinator import Coordinator
+from kvmoor.errors import RequestError
 from kvmoor.index.waiting import WaitState
 from kvmoor.transfer_messages import Order, OrderId, Outcome, Report, SlotRange
 
@@ -139,6 +140,62 @@ def test_nobody_waits_beyond_the_deadline_of_the_own_request(coordinator, clock)
     assert [patient] == coordinator.take_ended_waiters()
     assert (WaitState.READY, 2) == (patient.state, len(patient.lease))
     coordinator.finish_request("b")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_was_waited_for_is_not_kept_for_ever(coordinator, clock, is_there) -> None:
+    """Who has waited has as long again to begin the load; then the blocks may be evicted, whoever forgot them."""
+    if is_there:
+        store(coordinator, P[:2])
+    else:
+        order = begin_store(coordinator, P[:2])
+    waiter = coordinator.join(P[:2], request=None, timeout_s=5.0)
+    if not is_there:
+        coordinator.handle_report(report(order))
+    assert 2 == coordinator.statistics().leased
+
+    clock.now_s += 10.1
+    coordinator.match(Q[:1])
+
+    assert waiter.lease.resolved
+    assert 0 == coordinator.statistics().leased
+
+
+def test_a_request_that_ended_hears_of_nothing(coordinator) -> None:
+    """What a request waited for comes, then the request ends: nobody is told to load what is released already."""
+    order = begin_store(coordinator, P[:2])
+    coordinator.join(P[:2], request="a", timeout_s=5.0)
+    coordinator.handle_report(report(order))
+
+    coordinator.finish_request("a")
+
+    assert [] == coordinator.take_ended_waiters()
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, "1", True])
+def test_bad_times_are_refused_with_nothing_leased(coordinator, timeout_s) -> None:
+    """A time that is none would hide the deadlines of others: it is refused before anything is leased."""
+    store(coordinator, P[:2])
+
+    with pytest.raises(RequestError, match="timeout_s is"):
+        coordinator.match(P[:2], timeout_s=timeout_s)
+    with pytest.raises(RequestError, match="timeout_s is"):
+        coordinator.join(P[:2], request="a", timeout_s=timeout_s)
+
+    assert 0 == coordinator.statistics().leased
+
+
+def test_keys_may_come_one_by_one(coordinator) -> None:
+    """A generator of keys is stored and found like a list of them; what is no collection is refused."""
+    decision = coordinator.prepare_store(key for key in P[:3])
+    coordinator.handle_report(report(decision.order))
+
+    lease = coordinator.match(key for key in P[:3])
+    assert 3 == len(lease)
+    coordinator.release(lease)
+    for keys in (None, 5, P[0]):
+        with pytest.raises(RequestError, match="give a sequence of BlockKey objects"):
+            coordinator.match(keys)
 
 
 def test_keeping_at_a_reset_keeps_stores_in_flight_too(coordinator) -> None:

@@ -265,3 +265,23 @@ def test_an_index_tells_its_policy_all_that_arc_needs() -> None:
         assert ready == {**policy._once, **policy._twice, **policy._withdrawn}
         assert policy.num_ghosts <= policy._num_slots
     assert index.num_evicted > 50
+
+
+def test_a_policy_that_raises_loses_no_slot_of_other_groups() -> None:
+    """If the policy of one group fails, what was prepared in the groups before it is free again."""
+
+    class Raising(TailFirstLru):
+        def evict(self, num_blocks, excluding=NO_SLOTS, arriving=()):
+            raise ValueError("no idea")
+
+    policies = iter([TailFirstLru(), Raising()])
+    index = BlockIndex(2, lambda: next(policies))
+    for group in (0, 1):
+        index.publish(SlotRange(group, 0, 4))
+    keys = [*keys_of("a", 2), *keys_of("b", 2, group=1)]
+
+    with pytest.raises(ValueError, match="no idea"):
+        index.prepare_store(keys)
+
+    assert (0, []) == (index.num_writing, index.unresolved_leases())
+    assert 4 == index.slot_usage(0).free

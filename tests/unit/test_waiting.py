@@ -324,13 +324,13 @@ def test_the_list_of_who_waits_forgets_them() -> None:
         return waiter
 
     first, second = joined(), joined()
-    waiting.remove([first])
+    waiting.remove(first)
     assert [] == waiting.end(0, slots[:2])
     assert [] == waiting.end(1, slots)
     assert [second] == waiting.end(0, slots)
     assert not waiting
 
-    waiting.remove([joined()])
+    waiting.remove(joined())
     assert not waiting
 
     third = joined()

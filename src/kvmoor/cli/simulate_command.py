@@ -1,9 +1,10 @@
 """``kvmoor simulate``: replay a trace, and show what each amount of memory would have saved."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 import typer
 from rich.console import Console
@@ -20,6 +21,8 @@ from kvmoor.simulation.comparison import compare, compare_tiers
 from kvmoor.simulation.plot import check_plot
 from kvmoor.simulation.tiered_replay import DISK_ADMISSIONS, STORE_WHEN, DiskAdmission, StoreWhen, TierPlan
 from kvmoor.simulation.trace_files import FORMATS, ReaderOptions, read_trace
+
+_WIDTH_OF_FILES: Final = 160
 
 
 def simulate(
@@ -106,7 +109,8 @@ def simulate(
         if as_json:
             typer.echo(json.dumps(report.as_json(), indent=2))
         else:
-            report.show(Console())
+            # A file or a pipe has no width, and a table that is cut has no numbers.
+            report.show(Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,6 +327,8 @@ class BlockGroup:
         pieces = []
         for generation in list(self._outdated):
             num_wanted = min(num_blocks, len(generation.policy))
+            if not num_wanted:
+                continue  # all that is left of it is leased
             chosen = generation.policy.evict(num_wanted)
             slots = NO_SLOTS if chosen is None else chosen
             self._check_victims(generation.policy, num_wanted, slots, NO_SLOTS)

@@ -16,12 +16,12 @@ from kvmoor.block_key import BlockKey
 from kvmoor.errors import RequestError
 from kvmoor.index.block_group import BlockGroup
 from kvmoor.index.block_state import ABSENT, READY, WRITING, BlockState
-from kvmoor.index.call_keys import keys_by_group
+from kvmoor.index.call_keys import as_sequence, keys_by_group
 from kvmoor.index.eviction.lru import TailFirstLru
 from kvmoor.index.eviction.policy import EvictionPolicy
 from kvmoor.index.index_counts import IndexCounts
 from kvmoor.index.lease import COMPLETED, Lease, LeasePart, LeaseState, LoadLease, StoreLease, StorePart
-from kvmoor.index.lease_book import LeaseBook, check_hashable
+from kvmoor.index.lease_book import LeaseBook, check_deadline, check_hashable
 from kvmoor.index.waiting import Waiter, WaitingList, WaitState
 from kvmoor.transfer_messages import SlotRange
 
@@ -75,6 +75,8 @@ class BlockIndex(IndexCounts):
         `release_holder`, one with a `deadline_s` with the `expire` after it, if its load has not begun.
         """
         check_hashable(holder)
+        check_deadline(deadline_s)
+        keys = as_sequence(keys)
         calls = keys_by_group(keys, len(self._groups))
         found = [self._groups[call.group].find_prefix(call.digests) for call in calls]
         num_matched = min(
@@ -116,6 +118,7 @@ class BlockIndex(IndexCounts):
         of a prompt too: it then stays at least as long as the end that is stored now, and what an earlier call could
         not store is stored now.
         """
+        keys = as_sequence(keys)
         calls = keys_by_group(keys, len(self._groups))
         plans = []
         for call in calls:
@@ -125,19 +128,26 @@ class BlockIndex(IndexCounts):
             plans.append(plan)
         parts: list[StorePart] = []
         evicted: list[tuple[int, Sequence[bytes]]] = []
-        for call, plan in zip(calls, plans, strict=True):
-            part, victims = self._groups[call.group].start_writing(plan, call.positions)
-            parts.append(part)
-            if len(victims):
-                self._num_evicted += len(victims)
-                evicted.append((call.group, victims))
-        lease = StoreLease(self, parts, call_keys=tuple(keys) if isinstance(keys, list) else keys, evicted=evicted)
+        try:
+            for call, plan in zip(calls, plans, strict=True):
+                part, victims = self._groups[call.group].start_writing(plan, call.positions)
+                parts.append(part)
+                if len(victims):
+                    self._num_evicted += len(victims)
+                    evicted.append((call.group, victims))
+        except BaseException:  # an eviction policy of somebody's own may raise
+            for part in parts:
+                self._groups[part.group].fail_writing(part, hold=False)
+            raise
+        lease = StoreLease(self, parts, call_keys=keys, evicted=evicted)
         self._claims.add(lease)
         return lease
 
     def start_load(self, lease: LoadLease) -> None:
         """Note that a load reads the slots: from now on the lease ends with `complete` or `abort` only."""
         self._check_open(lease)
+        if not isinstance(lease, LoadLease):
+            raise RequestError(f"{lease!r} is a store's: only what `match` returned can be loaded")
         lease.in_flight = True
 
     def cancel_load(self, lease: LoadLease) -> None:
@@ -154,8 +164,8 @@ class BlockIndex(IndexCounts):
             raise RequestError(f"{lease!r} is a store's: it is completed or aborted as a whole")
         if lease.in_flight:
             raise RequestError(f"{lease!r} is being loaded: keep less of it before")
-        if not 0 <= num_blocks <= len(lease):
-            raise RequestError(f"{lease!r} cannot keep {num_blocks}: give 0 to {len(lease)}")
+        if type(num_blocks) is not int or not 0 <= num_blocks <= len(lease):
+            raise RequestError(f"{lease!r} cannot keep {num_blocks!r}: give 0 to {len(lease)}")
         kept = []
         for part in lease.parts:
             head, tail = part.split(num_blocks)  # a match covers the first keys of its call
@@ -211,14 +221,25 @@ class BlockIndex(IndexCounts):
         for part in lease.parts:
             self._groups[part.group].release_held(part.slots)
 
-    def join(self, keys: Sequence[BlockKey], *, holder: Hashable = None, deadline_s: float | None = None) -> Waiter:
+    def join(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        holder: Hashable = None,
+        deadline_s: float | None = None,
+        lease_deadline_s: float | None = None,
+    ) -> Waiter:
         """Wait for those of the first `keys` that are being written: one transfer serves all who want its blocks.
 
         Leases what is ready before them. The waiter comes out of `take_ended_waiters` when all those transfers have
         ended, well or not, or when its deadline has passed; one that has nothing to wait for is READY at once and does
-        not. It has a lease then, of as much as there is, which the caller resolves. Keys that are absent, and all
-        behind them, are not waited for.
+        not. It has a lease then, of as much as there is, which the caller resolves, or `lease_deadline_s` does if no
+        load has begun by then. Keys that are absent, and all behind them, are not waited for.
         """
+        check_hashable(holder)
+        check_deadline(deadline_s)
+        check_deadline(lease_deadline_s)
+        keys = as_sequence(keys)
         calls = keys_by_group(keys, len(self._groups))
         found = [self._groups[call.group].slots_of(call.digests) for call in calls]
         num_coming = len(keys)
@@ -226,7 +247,8 @@ class BlockIndex(IndexCounts):
             absent = call.positions[slots < 0]
             num_coming = min(num_coming, int(absent[0])) if len(absent) else num_coming
         coming = keys[:num_coming]
-        waiter = Waiter(coming, self.match(coming, holder=holder), holder, deadline_s)
+        lease = self.match(coming, holder=holder, deadline_s=lease_deadline_s)
+        waiter = Waiter(coming, lease, holder, deadline_s, lease_deadline_s)
         for call, slots in zip(calls, found, strict=True):
             some = slots[call.positions < num_coming]
             writing = some[self._groups[call.group].states.are(some, WRITING)]
@@ -238,12 +260,13 @@ class BlockIndex(IndexCounts):
         return waiter
 
     def take_ended_waiters(self) -> list[Waiter]:
-        """Return those whose waiting has ended since the last call, in that order."""
+        """Return those whose waiting has ended since the last call, in that order, but not if their lease has too."""
         ended, self._ended_waiters = self._ended_waiters, []
-        return ended
+        return [waiter for waiter in ended if not waiter.lease.resolved]
 
     def release_holder(self, holder: Hashable) -> int:
         """Release what a holder has: its matches whose loads have not begun, and its waiting. Returns how many."""
+        check_hashable(holder)
         num_released = 0
         for claim in self._claims.of_holder(holder):
             num_released += self._give_back(claim, LeaseState.ABORTED, WaitState.CANCELLED)
@@ -319,7 +342,7 @@ class BlockIndex(IndexCounts):
     def _give_back(self, claim: Lease | Waiter, lease_state: LeaseState, wait_state: WaitState) -> bool:
         """End a claim whose holder or whose time has gone; say whether it could be ended."""
         if isinstance(claim, Waiter):
-            self._waiting.remove([claim])
+            self._waiting.remove(claim)
             self._end_waiter(claim, wait_state)
             return True
         if claim.in_flight:
@@ -342,7 +365,7 @@ class BlockIndex(IndexCounts):
         self._claims.remove(waiter)
         before = waiter.lease
         if state is not WaitState.CANCELLED:
-            waiter.lease = self.match(waiter.keys, holder=waiter.holder)
+            waiter.lease = self.match(waiter.keys, holder=waiter.holder, deadline_s=waiter.lease_deadline_s)
             if len(waiter.lease) == len(waiter.keys):
                 state = WaitState.READY
             self._ended_waiters.append(waiter)

@@ -31,6 +31,16 @@ def _first_positions(count: int) -> NDArray[np.intp]:
     return positions[:count]
 
 
+def as_sequence(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
+    """Return keys that can be looked at twice. Raises `RequestError` for what is no collection of keys."""
+    if isinstance(keys, BlockKeys):
+        return keys
+    try:
+        return tuple(keys)
+    except TypeError as error:
+        raise RequestError(f"keys are a {type(keys).__name__}: give a sequence of BlockKey objects") from error
+
+
 def keys_by_group(keys: Iterable[object], num_groups: int) -> list[GroupKeys]:
     """Sort the keys of a call by group. `BlockKeys` were checked when they were made, so only their group is.
 

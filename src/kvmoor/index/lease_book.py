@@ -1,5 +1,6 @@
 """Which leases and waiters are open, whose they are, and when their time is up."""
 
+import math
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -21,6 +22,14 @@ def check_hashable(holder: object) -> None:
         raise RequestError(
             f"the holder is a {type(holder).__name__}: give what can be hashed, a request id say"
         ) from error
+
+
+def check_deadline(deadline_s: object) -> None:
+    """Raise `RequestError` for what is no moment: NaN in a heap would hide all deadlines behind it."""
+    if deadline_s is None:
+        return
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not math.isfinite(deadline_s):
+        raise RequestError(f"the deadline is {deadline_s!r}: give seconds on the clock that `expire` is told")
 
 
 class LeaseBook:

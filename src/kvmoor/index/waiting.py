@@ -6,7 +6,7 @@ of beginning another, and all who joined go on when it ends, however it ends. No
     WAITING -> READY | PARTIAL | EXPIRED | CANCELLED
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,9 +36,13 @@ class Waiter:
     owner resolves it like any other lease; after CANCELLED it is released."""
     holder: Hashable = None
     deadline_s: float | None = None
+    lease_deadline_s: float | None = None
+    """When the lease of what is there ends, if its load has not begun."""
     state: WaitState = field(default=WaitState.WAITING, init=False)
     num_pending: int = field(default=0, init=False)
     """Blocks that are being written still."""
+    places: list[tuple[int, int]] = field(default_factory=list, init=False, repr=False)
+    """Group and slot of all that was waited for."""
 
     def __repr__(self) -> str:
         return f"<Waiter for {len(self.keys)} blocks, {self.state.name.lower()}, {self.num_pending} pending>"
@@ -48,16 +52,18 @@ class WaitingList:
     """Know who waits for which slot. Not thread-safe: called under the lock of the index."""
 
     def __init__(self) -> None:
-        self._by_slot: dict[tuple[int, int], list[Waiter]] = {}
+        self._by_slot: dict[tuple[int, int], dict[Waiter, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
 
     def add(self, waiter: Waiter, group: int, slots: Slots) -> None:
         """Let somebody wait for some slots, which are all WRITING."""
-        for slot in slots.tolist():
-            self._by_slot.setdefault((group, slot), []).append(waiter)
-        waiter.num_pending += len(slots)
+        places = [(group, slot) for slot in slots.tolist()]
+        for place in places:
+            self._by_slot.setdefault(place, {})[waiter] = None
+        waiter.places += places
+        waiter.num_pending += len(places)
 
     def end(self, group: int, slots: Slots) -> list[Waiter]:
         """Note that slots are not WRITING any more; return who waits for nothing else."""
@@ -67,20 +73,19 @@ class WaitingList:
                 waiter.num_pending -= 1
                 if not waiter.num_pending:
                     done.append(waiter)
-        return [waiter for waiter in done if waiter.state is WaitState.WAITING]
+        return done
 
-    def remove(self, waiters: Iterable[Waiter]) -> None:
-        """Forget those who wait no longer."""
-        gone = set(map(id, waiters))
-        for place, waiting in list(self._by_slot.items()):
-            left = [waiter for waiter in waiting if id(waiter) not in gone]
-            if left:
-                self._by_slot[place] = left
-            else:
-                del self._by_slot[place]
+    def remove(self, waiter: Waiter) -> None:
+        """Forget one who waits no longer."""
+        for place in waiter.places:
+            waiting = self._by_slot.get(place)
+            if waiting is not None:
+                waiting.pop(waiter, None)
+                if not waiting:
+                    del self._by_slot[place]
 
     def clear(self) -> list[Waiter]:
         """Let nobody wait; return who did, each once."""
         waiting = dict.fromkeys(waiter for waiters in self._by_slot.values() for waiter in waiters)
         self._by_slot.clear()
-        return [waiter for waiter in waiting if waiter.state is WaitState.WAITING]
+        return list(waiting)

@@ -50,7 +50,8 @@ class Replayer:
         `on_progress` is told after each request how many blocks it referred to. A capacity of 0 saves nothing.
         """
         started = perf_counter()
-        index = new_index(capacity_blocks, policy_named(policy))
+        # More slots than there are blocks change nothing but the memory that the replay takes.
+        index = new_index(min(capacity_blocks, self._trace.num_unique_blocks), policy_named(policy))
         reachability = Reachability(self._trace)
         hit_blocks = stored_blocks = 0
         for request in self._trace.requests:

@@ -14,7 +14,7 @@ start empty:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from time import perf_counter
 from typing import Final, Literal, TypeAlias
@@ -238,6 +238,14 @@ class _Tiers:
     """Serve requests from three tiers."""
 
     def __init__(self, num_unique_blocks: int, host_blocks: int, plan: TierPlan, policy: PolicyFactory) -> None:
+        # More slots than there are blocks change nothing but the memory that the replay takes.
+        most = max(1, num_unique_blocks)
+        host_blocks = min(host_blocks, most)
+        plan = replace(
+            plan,
+            device_blocks=min(plan.device_blocks, most),
+            disk_blocks=min(plan.disk_blocks, most),
+        )
         self._device = _Tier(plan.device_blocks, TailFirstLru)
         self._host = _Tier(host_blocks, policy)
         self._disk = _Disk(num_unique_blocks, plan)
