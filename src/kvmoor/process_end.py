@@ -122,10 +122,15 @@ def abandon_process(exit_code: int = 0) -> NoReturn:
     try:
         flushing.start()
         flushing.join(_FLUSH_TIMEOUT_S)
-    except RuntimeError:  # no thread starts any more once the interpreter is on its way out
+    except RuntimeError:
+        # No thread starts any more once the interpreter is on its way out. Better lose output than never end.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                os.set_blocking(stream.fileno(), False)
         _flush_output()
     finally:
-        os._exit(exit_code)
+        code: object = exit_code  # not every caller checks types, and this has to end the process
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _flush_output() -> None:

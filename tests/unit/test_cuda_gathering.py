@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuda_rig import ENGINE, LOAD, SHORT_S, STORE, WAIT_S, CudaRig
-from kvmoor.devices.cuda import gathering
+from kvmoor.devices.cuda import backlog, gathering
 from kvmoor.devices.cuda.copy_strategy import CopyStrategy
 from kvmoor.devices.cuda.cuda_error import OUT_OF_MEMORY
 from kvmoor.devices.device import BlockCopies
@@ -95,8 +95,9 @@ def test_loaded_blocks_are_whole_whatever_the_order(rig, pages):
             np.testing.assert_array_equal(content, blocks.content(number))
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_jobs_are_over_in_order_whichever_way_they_go(rig, direction):
+def test_jobs_are_over_in_order_whichever_way_they_go(rig, direction, seed):
     """Long and short jobs behind one another: a number is never seen before the bytes of all jobs up to it."""
     with Opened(rig, direction, page_nbytes=(512, 512), num_blocks=64, num_slots=64) as opened:
         blocks, queue = opened.blocks, opened.queue
@@ -107,11 +108,14 @@ def test_jobs_are_over_in_order_whichever_way_they_go(rig, direction):
         for sequence, chosen in enumerate(jobs, 1):
             queue.enqueue(blocks.copies(*chosen), sequence, None)
 
-        order = random.Random(11)
+        order = random.Random(seed)
         streams = list(queue._submission.streams)
         num_steps = sum(len(rig.fake.pending(stream)) for stream in streams)
+        last = 0
         for _ in range(20 * num_steps):
             rig.fake.step(order.choice(streams))
+            assert last <= queue._submission._completion._words[0], "the number went back"
+            last = queue._submission._completion._words[0]
             for chosen in jobs[: queue.completed()]:
                 for number in chosen:
                     content = blocks.content(number)
@@ -239,6 +243,61 @@ def test_a_job_that_fails_at_any_call_is_never_called_whole(rig, direction):
             else:
                 each.fake.run_all()
                 assert 1 == opened.queue.completed()  # without the ring
+
+
+def test_a_number_is_stored_before_the_next_job_may_store_its_own(rig):
+    """A short job behind a long one waits for the number of the long one, not only for its bytes."""
+    with Opened(rig, STORE, num_blocks=32, num_slots=32) as opened:
+        queue = opened.queue
+        main, copying = queue._submission.streams
+        queue.prepare(opened.blocks.group)
+        rig.fake.run_all()
+        queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+        queue.enqueue(opened.blocks.copies(20), 2, None)
+        rig.fake.run(main)
+        while len(rig.fake.pending(copying)) > 2:  # all but the number and what is recorded behind it
+            assert rig.fake.step(copying)
+            rig.fake.run(main)
+
+        assert 0 == queue.completed()
+        rig.fake.run_all()
+        assert 2 == queue.completed()
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_stream_is_filled_beyond_what_it_takes(rig, direction, which, waits, monkeypatch):
+    """Behind a stream that hangs a job is refused in the end; no call of the driver waits for room."""
+    monkeypatch.setattr(backlog, "STALL_TIMEOUT_S", 0.01)
+    with Opened(rig, direction, page_nbytes=(2048, 2048), num_blocks=16) as opened:
+        queue = opened.queue
+        queue.prepare(opened.blocks.group)
+        rig.fake.run_all()
+        event = opened.device.record_event() if waits else None
+        rig.fake.hang(queue._submission.streams[which])
+
+        def fill() -> None:
+            for sequence in range(1, 2000):
+                queue.enqueue(opened.blocks.copies(*range(16)), sequence, event)
+
+        with pytest.raises(DeviceError, match="did not get on"):
+            fill()
+        rig.fake.check()
+        rig.fake.release(queue._submission.streams[which])
+
+
+@pytest.mark.parametrize("nbytes", [RING_NBYTES + 2, RING_NBYTES + 5_000])
+def test_a_ring_of_any_size_is_cut_where_slots_may_begin(rig, nbytes):
+    """The halves lie on whole pages, whatever number of bytes was asked for."""
+    strategy = CopyStrategy(copy_engine_from_nbytes=None, gather_from_nbytes=1, gather_ring_nbytes=nbytes)
+    with Opened(rig, STORE, strategy=strategy, page_nbytes=(300_000,)) as opened:
+        opened.queue.enqueue(opened.blocks.copies(*range(16)), 1, None)
+        rig.fake.run_all(random.Random(6))
+
+        assert (1, True) == (opened.queue.completed(), opened.gathers)
+        opened.blocks.assert_stored(*range(16))
+        assert all(half.address % 4096 == 0 for half in opened.queue._submission._halves)
 
 
 @pytest.mark.parametrize("field", ["gather_from_nbytes", "gather_ring_nbytes"])

@@ -54,7 +54,7 @@ class CopyQueue(Protocol):
     """
 
     def enqueue(self, copies: Sequence[BlockCopies], sequence: int, wait_for: DeviceEvent | None) -> None:
-        """Queue one job and return at once; it starts after `wait_for` and after every earlier job of this queue.
+        """Queue one job and return at once; it touches device blocks after `wait_for` and every earlier job.
 
         Raises `ClosedError` after `close`, with nothing queued, and `DeviceError` if the job could not be queued whole:
         how much of it will run is then unknown.

@@ -14,8 +14,8 @@ STEPPING_INTERVAL_S: Final = 0.05
 """The least time between two registrations while the engine steps. Measured, see above."""
 STEPPING_INTERVAL_STEPS: Final = 250
 """The least number of steps between two registrations where steps are short. A registration stalls one step or two:
-with one in 95 steps (52 ms) the 99th per cent of the steps was 2.3 ms on an H200, alone 0.63; with one in 250 it was 5 %
-more than alone (benchmarks/results)."""
+with one in 95 steps (52 ms) the 99th per cent of the steps was 2.3 ms on an H200, alone 0.63; with one in 250 it was
+5 % more than alone (benchmarks/results)."""
 SHORT_STEP_S: Final = 0.002
 """Steps below this are short: a stall is longer than they are."""
 BREATH_S: Final = 0.001

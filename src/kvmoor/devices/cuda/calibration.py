@@ -9,6 +9,7 @@ is worth less; who wants to be sure measures again on an idle GPU (``kvmoor benc
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -106,7 +107,10 @@ class Calibration:
             if content is None or content["key"] != key:
                 return []
             measurements = [Measurement(**each) for each in content["measurements"]]
-            choose_strategy(measurements, PAGE_NBYTES[0])  # fails unless all is there
+            if not all(math.isfinite(each.seconds) and each.seconds > 0 for each in measurements):
+                raise ValueError("some copy took no time, or endless time")
+            for page_nbytes in PAGE_NBYTES:
+                choose_strategy(measurements, page_nbytes)  # fails unless all is there
         except (DeviceError, TypeError, KeyError, ValueError, ZeroDivisionError) as error:
             _log.info("the calibration in %s is of no use (%r)", self._folder, error)
             return []

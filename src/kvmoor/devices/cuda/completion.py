@@ -43,7 +43,7 @@ class CompletionMemory:
     def read(self) -> int:
         """Return the number of the last job that is over."""
         with self._lock:
-            self._last_read = self._words[0]
+            self._last_read = max(self._last_read, self._words[0])
             return self._last_read
 
     def next_times(self, sequence: int) -> tuple[int, int]:

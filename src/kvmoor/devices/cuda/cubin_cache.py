@@ -121,6 +121,6 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove what processes left that were killed while they wrote."""
     oldest = time.time() - _STALE_AFTER_S
     for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
-        with suppress(FileNotFoundError):  # another process does the same
+        with suppress(OSError):  # another process does the same, or it is nothing of ours
             if path.lstat().st_mtime < oldest:
                 path.unlink()

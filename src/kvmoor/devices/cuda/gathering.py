@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmoor.block_layout import GroupLayout
-from kvmoor.byte_sizes import format_nbytes
+from kvmoor.block_layout import SLOT_ALIGNMENT, GroupLayout
+from kvmoor.byte_sizes import format_nbytes, round_up
 from kvmoor.devices.cuda.backlog import StreamBacklog
 from kvmoor.devices.cuda.completion import CompletionMemory
 from kvmoor.devices.cuda.copy_calls import queue_copies
@@ -55,6 +55,8 @@ class GatherPlan(NamedTuple):
 
 class _Half:
     """One half of the ring: where it is, and events for when it is full and when it is free again."""
+
+    __slots__ = ("address", "filled", "freed", "nbytes")
 
     def __init__(self, address: int, nbytes: int, filled: int, freed: int) -> None:
         self.address = address
@@ -91,7 +93,8 @@ class GatheringSubmission:
         self._backlog = StreamBacklog(driver, copy_stream, completion.read)
         self._halves: list[_Half] | None = None  # None: not asked for yet; empty: there is no memory for it
         self._next_half = 0
-        self._unordered: _Half | None = None  # whose copies the stream of the kernels does not wait for
+        self._numbered = 0  # an event behind the latest number that the copy stream stores
+        self._must_order = False  # whether the stream of the kernels does not wait for that number yet
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ class GatheringSubmission:
         plans = self._plan(copies)
         halves = self._ring() if plans else []
         if not halves or any(plan.group.slot_nbytes > halves[0].nbytes for plan in plans):
-            self._order_after_copies()
+            self._order_after_copies(is_given_up)
             self._direct.submit(copies, sequence, wait_for, is_given_up=is_given_up)
             return
         pieces = [piece for plan in plans for piece in _cut(plan, halves[0].nbytes)]
@@ -127,16 +130,19 @@ class GatheringSubmission:
             else:
                 self._load(piece, half, first_wait, sequence if number == len(pieces) - 1 else 0, is_given_up)
         if self._direction is Direction.DEVICE_TO_HOST:
-            self._backlog.make_room(1, is_given_up)
+            self._take_places(2, is_given_up, on_copy_stream=True)
             self._driver.stream_write_value64(self._copy_stream, self._completion.word_address, sequence)
-            self._backlog.count(1)
+            self._driver.event_record(self._numbered, self._copy_stream)
+            self._must_order = True
         self._backlog.end_job(sequence)
         self._direct.end_job(sequence)
 
     def close(self) -> None:
         """Give events and tables back. Caller: nothing of the streams runs any more."""
-        self._backlog.close()
-        self._direct.close()
+        try:
+            self._backlog.close()
+        finally:
+            self._direct.close()
 
     def _plan(self, copies: Sequence[BlockCopies]) -> list[GatherPlan]:
         """Return the blocks of a job in the order of their slots; nothing if the direct way is the better one."""
@@ -166,6 +172,8 @@ class GatheringSubmission:
     def _store(
         self, piece: GatherPlan, half: _Half, wait_for: CudaEvent | None, is_given_up: Callable[[], bool]
     ) -> None:
+        self._take_places(3, is_given_up)
+        self._take_places(2, is_given_up, on_copy_stream=True)
         self._driver.stream_wait_event(self._stream, half.freed)
         if wait_for is not None:
             wait_for.order_before(self._stream)
@@ -174,7 +182,6 @@ class GatheringSubmission:
         self._driver.stream_wait_event(self._copy_stream, half.filled)
         self._copy(piece, half, is_given_up)
         self._driver.event_record(half.freed, self._copy_stream)
-        self._unordered = half
 
     def _load(
         self,
@@ -184,6 +191,8 @@ class GatheringSubmission:
         sequence: int,
         is_given_up: Callable[[], bool],
     ) -> None:
+        self._take_places(2, is_given_up, on_copy_stream=True)
+        self._take_places(3, is_given_up)
         self._driver.stream_wait_event(self._copy_stream, half.freed)
         self._copy(piece, half, is_given_up)
         self._driver.event_record(half.filled, self._copy_stream)
@@ -212,11 +221,20 @@ class GatheringSubmission:
         targets, sources = (host, ring) if self._direction is Direction.DEVICE_TO_HOST else (ring, host)
         queue_copies(self._driver, self._copy_stream, self._backlog, targets, sources, nbytes, is_given_up)
 
-    def _order_after_copies(self) -> None:
-        """Let the stream of the kernels wait for what the copy engine was given: jobs are over in order."""
-        if self._unordered is not None:
-            self._driver.stream_wait_event(self._stream, self._unordered.freed)
-            self._unordered = None
+    def _order_after_copies(self, is_given_up: Callable[[], bool]) -> None:
+        """Let the stream of the kernels wait for the numbers of the copy stream: they may only grow."""
+        if self._must_order:
+            self._take_places(1, is_given_up)
+            self._driver.stream_wait_event(self._stream, self._numbered)
+            self._must_order = False
+
+    def _take_places(self, num: int, is_given_up: Callable[[], bool], *, on_copy_stream: bool = False) -> None:
+        """Wait for room for waits, records and writes, which fill a stream as launches do."""
+        if on_copy_stream:
+            self._backlog.make_room(num, is_given_up)
+            self._backlog.count(num)
+        else:
+            self._direct.take_places(num, is_given_up)
 
     def _ring(self) -> list[_Half]:
         """Return the halves of the ring, allocated at the first call; nothing if there is no memory for it."""
@@ -228,12 +246,13 @@ class GatheringSubmission:
         nbytes = self._strategy.gather_ring_nbytes
         while nbytes >= _SMALLEST_RING_NBYTES and not self._driver.broken:
             try:
-                address = self._holdings.device_memory(nbytes)
+                address = round_up(self._holdings.device_memory(nbytes + SLOT_ALIGNMENT), SLOT_ALIGNMENT)
             except DeviceError as error:
                 _log.info("no ring of %s in device memory: %s", format_nbytes(nbytes), error)
                 nbytes //= 2
                 continue
-            half = nbytes // 2
+            half = nbytes // 2 // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # the kernel relies on where slots begin
+            self._numbered = self._holdings.open_event()
             events = [self._holdings.open_event() for _ in range(4)]
             return [_Half(address + k * half, half, *events[2 * k : 2 * k + 2]) for k in range(2)]
         return []

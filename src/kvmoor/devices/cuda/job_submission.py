@@ -96,8 +96,10 @@ class JobSubmission:
                     all_runs.append(runs)
                 if rest is not None:
                     kernel_parts.append((group.launches, rest))
-        self._backlog.make_room(1, is_given_up)
-        if wait_for is not None:
+        if wait_for is None:
+            self._backlog.make_room(1, is_given_up)
+        else:
+            self.take_places(1, is_given_up)
             wait_for.order_before(self._stream)
         for runs in all_runs:
             self._copy_runs(runs, is_given_up)
@@ -121,6 +123,11 @@ class JobSubmission:
         """
         group = self._groups.get(id(copies.group)) or self._add(copies.group)
         self._launch(group.launches, copies, sequence, 0, 0, is_given_up, thread_blocks)
+
+    def take_places(self, num: int, is_given_up: Callable[[], bool]) -> None:
+        """Wait for room for what somebody else queues on the stream, such as waits and records."""
+        self._backlog.make_room(num, is_given_up)
+        self._backlog.count(num)
 
     def end_job(self, sequence: int) -> None:
         """Take note that a job was queued whole; `submit` does so itself."""

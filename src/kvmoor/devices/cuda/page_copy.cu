@@ -373,8 +373,10 @@ __device__ void note_end(const Header& header) {
     __threadfence_system();
     if (header.sequence == 0) return;
     __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence_system();  // for the other threads' writes too, which the barrier ordered before this one's ticket
     // atomicInc goes back to zero with the last block, so that the ticket is ready for the next launch.
-    if (threadIdx.x != 0 || atomicInc(header.ticket, gridDim.x - 1) != gridDim.x - 1) return;
+    if (atomicInc(header.ticket, gridDim.x - 1) != gridDim.x - 1) return;
     if (header.end_time != nullptr) *header.end_time = nanoseconds();
     __threadfence_system();
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(header.word), "l"(header.sequence) : "memory");

@@ -1,6 +1,7 @@
 """Page-locking host memory with the CUDA driver, so that the GPU reaches it at the speed of the link."""
 
 import logging
+from contextlib import ExitStack
 from typing import Final
 
 from kvmoor.devices.cuda.context import CudaContext
@@ -74,7 +75,11 @@ class CudaRegistrar:
         Raises `RegistrationError` with nothing registered; `DeviceError` if a range that is of no use could not be
         undone.
         """
-        with self._context.relaxed():
+        with ExitStack() as current:
+            try:
+                current.enter_context(self._context.relaxed())
+            except DeviceError as error:
+                raise _refusal(f"{nbytes} bytes at {address:#x} could not be page-locked", error) from error
             if read_only and not self._driver.device_attribute(
                 self._context.device, "READ_ONLY_HOST_REGISTER_SUPPORTED"
             ):
