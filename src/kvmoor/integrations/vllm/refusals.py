@@ -1,0 +1,45 @@
+"""Configurations of vLLM that the connector does not serve, each with its reason and what to do."""
+
+from typing import Any
+
+from kvmoor.errors import SettingsError, UnsupportedError
+
+
+def refuse_configuration(vllm_config: Any, kv_cache_config: Any, *, is_before_033: bool) -> None:
+    """Raise `SettingsError` for settings of vLLM that have to be others, `UnsupportedError` for what is not served."""
+    transfer, model, cache = vllm_config.kv_transfer_config, vllm_config.model_config, vllm_config.cache_config
+    extra = transfer.kv_connector_extra_config
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise SettingsError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, with which a load that fails ends its "
+            'request: set it to "recompute" in kv_transfer_config'
+        )
+    if transfer.kv_role != "kv_both":
+        raise SettingsError(f'kv_role is {transfer.kv_role!r}: set it to "kv_both", since blocks go both ways')
+    if extra.get("sync_load_budget_bytes") and num_groups > 1:
+        raise SettingsError(
+            f"sync_load_budget_bytes is set and the model has {num_groups} groups of KV caches, for which vLLM cannot "
+            "compute again what such a load failed to bring: remove it"
+        )
+    if extra.get("canonical_layout"):
+        raise UnsupportedError("canonical_layout is not supported: remove it from kv_connector_extra_config")
+    if model.enable_sleep_mode and is_before_033:
+        raise UnsupportedError(
+            "enable_sleep_mode: vLLM below 0.33 does not tell connectors that the device's memory goes away: "
+            "turn it off, or use vLLM 0.33"
+        )
+    if model.use_mla and vllm_config.device_config.device_type == "cpu" and not cache.enable_prefix_caching:
+        raise UnsupportedError(
+            "this CPU computes MLA models without regard to a cached prefix, so that blocks that come back would give "
+            "wrong answers: serve this model without a connector here"
+        )
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        raise UnsupportedError("hisparse keeps its own part of the KV cache on the host: serve without one of the two")
+    if is_before_033 and int(extra.get("blocks_per_chunk", 1)) > 1:
+        for group in kv_cache_config.kv_cache_groups:
+            if getattr(group.kv_cache_spec, "sliding_window", None):
+                raise UnsupportedError(
+                    "blocks_per_chunk above 1 with sliding windows: vLLM below 0.33 leaves out blocks of a chunk "
+                    "without telling which; set blocks_per_chunk to 1, or use vLLM 0.33"
+                )
