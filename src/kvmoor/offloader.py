@@ -28,6 +28,7 @@ from kvmoor.host_memory.arena import PAUSE_TIMEOUT_S
 from kvmoor.host_memory.arena_plan import ArenaPlan, plan_arena
 from kvmoor.host_memory.limits import read_memory_limits
 from kvmoor.host_memory.numa import NumaChoice
+from kvmoor.index.call_keys import as_sequence
 from kvmoor.index.eviction.policies import EvictionChoice
 from kvmoor.observation import Observer, SilentObserver
 from kvmoor.offloader_results import Match, OffloaderCloseReport, OffloaderStatistics, StoreSubmission, TransferResult
@@ -164,7 +165,7 @@ class Offloader:
         `finish_request` of its `request` releases it too, and so does time if it is not loaded within `timeout_s`.
         """
         self._worker_for(1)
-        lease = self._coordinator.match(_listed(keys), request=request, timeout_s=timeout_s)  # it looks at each key
+        lease = self._coordinator.match(as_sequence(keys), request=request, timeout_s=timeout_s)  # it looks at each key
         return Match(self._coordinator, lease)
 
     def finish_request(self, request: Hashable) -> int:
@@ -254,15 +255,15 @@ class Offloader:
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         """Count a use of blocks that the engine found in its own cache; return how many of them are stored here."""
-        return self._coordinator.touch(_listed(keys))
+        return self._coordinator.touch(as_sequence(keys))
 
     def enter_device(self, keys: Sequence[BlockKey]) -> None:
         """Take note that the engine's own cache holds these blocks, so that ``eviction="device-lru"`` may drop them."""
-        self._coordinator.enter_device(_listed(keys))
+        self._coordinator.enter_device(as_sequence(keys))
 
     def leave_device(self, keys: Sequence[BlockKey]) -> None:
         """Take note that the engine's own cache has just dropped these blocks."""
-        self._coordinator.leave_device(_listed(keys))
+        self._coordinator.leave_device(as_sequence(keys))
 
     def reset(self, *, keep: bool = False) -> None:
         """Forget every block, stores in flight included: what was computed with other weights must not return.
@@ -321,17 +322,8 @@ class Offloader:
         self._worker.observe(reports)
 
 
-def _listed(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
-    if isinstance(keys, BlockKeys):
-        return keys
-    try:
-        return tuple(keys)
-    except TypeError as error:
-        raise RequestError(f"keys are a {type(keys).__name__}: give a sequence of BlockKey objects") from error
-
-
 def _checked_keys(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
-    found = _listed(keys)
+    found = as_sequence(keys)
     if isinstance(found, BlockKeys):
         return found
     for position, key in enumerate(found):
