@@ -221,6 +221,7 @@ def test_settings_are_read_beside_those_of_vllm() -> None:
         ({"host_memory": 1, "eviction": "fifo"}, "give 'lru' or 'arc'"),
         ({"host_memory": 1, "kv_layout": []}, "kv_layout is"),
         ({"host_memory": 1, "job_timeout_s": 0}, "job_timeout_s"),
+        ({"host_memory": 1, "model_revision": 3}, "model_revision is 3: give text"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(extra, message) -> None:

@@ -249,4 +249,8 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
 
 def _name_our_spec(vllm_config: Any) -> None:
     """Have vLLM find our spec: it looks it up by these keys, in every process that asks for it."""
-    vllm_config.kv_transfer_config.kv_connector_extra_config.update(_SPEC)
+    extra, model = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.model_config
+    # The commit that was loaded, where the model came from a hub, or else what the user asked for.
+    revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    extra.setdefault("model_revision", revision or "")
+    extra.update(_SPEC)

@@ -48,6 +48,8 @@ class PluginSettings:
     """When a copy is given up, and how long vLLM's worker waits for device blocks it is about to reuse."""
     offload_prompt_only: bool = False
     """Whether to leave out what a model generated. vLLM's own default is True."""
+    model_revision: str = ""
+    """What tells two models of one name apart, a part of every key. The connector takes it from vLLM."""
 
 
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
@@ -79,6 +81,8 @@ def read_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
     for key, choices in _CHOICES.items():
         if key in values and not any(values[key] == choice for choice in choices):
             raise SettingsError(f"{key} is {values[key]!r}: give {' or '.join(map(repr, choices))}")
+    if not isinstance(values.get("model_revision", ""), str):
+        raise SettingsError(f"model_revision is {values['model_revision']!r}: give text, such as a commit")
     if "job_timeout_s" in values:
         values["job_timeout_s"] = checked_timeout(
             values["job_timeout_s"], option="job_timeout_s", at_least=0.001, error=SettingsError

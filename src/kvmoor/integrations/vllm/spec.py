@@ -150,6 +150,7 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
         groups = {f"{group.group_id}": group.tokens_per_block for group in config.groups}
         return Namespace(
             model=config.model.name,
+            revision=self.settings.model_revision or None,
             layout_fingerprint=digest_fields({**groups, "bytes_per_block": config.worker_kv_bytes_per_block}),
             parallel_sizes={
                 "tensor": parallel.tp_size,
