@@ -1,6 +1,7 @@
 """Long jobs by way of the ring in device memory, on a GPU that does only what the test lets it do."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -190,6 +191,56 @@ def test_without_memory_for_the_ring_jobs_go_directly(rig):
         assert (2, False) == (opened.queue.completed(), opened.gathers)
         assert num_calls + 1 == rig.fake.num_calls("memory_alloc")
         opened.blocks.assert_stored(*range(16))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_the_ring_of_a_checked_layout_is_taken_before_any_job(rig, direction):
+    """After a layout with short pages the first queue of a direction has its ring, and a long job allocates nothing."""
+    blocks = rig.blocks()
+    rig.fake.host_register(blocks.address, blocks.slots.nbytes, False)
+    device = rig.open(strategy=GATHER)
+    device.check_layout(blocks.layout())
+    first, second = (device.open_copy_queue(name, direction) for name in ("first", "second"))
+    before = rig.fake.num_calls("memory_alloc")
+
+    first.enqueue(blocks.copies(*range(16)), 1, None)
+    rig.fake.run_all()
+
+    assert first._submission._halves
+    assert second._submission._halves is None, "who may never have a long job takes no memory"
+    assert before == rig.fake.num_calls("memory_alloc")
+    assert device.close(WAIT_S)
+    rig.fake.memory.remove("registered", blocks.address)
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(CopyStrategy(gather_from_nbytes=None), id="switched off"),
+        pytest.param(CopyStrategy(copy_engine_from_nbytes=512), id="long pages"),
+    ],
+)
+def test_no_ring_is_taken_beforehand_where_no_job_would_use_it(rig, strategy):
+    """A layout whose pages the copy engine takes as they are costs no device memory."""
+    device = rig.open(strategy=strategy)
+    before = rig.fake.num_calls("memory_alloc")
+    device.check_layout(rig.blocks().layout())
+    queue = device.open_copy_queue("queue", STORE)
+
+    assert not getattr(queue._submission, "_halves", None)
+    assert before == rig.fake.num_calls("memory_alloc")
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(None, CopyStrategy().gather_ring_nbytes), (2**22, 2**22), (2**40, None)]
+)
+def test_a_ring_is_no_larger_than_allowed(rig, most, expected):
+    """Whoever shares the GPU can lower the size of the rings without choosing how copies are made."""
+    device = rig.open(strategy=None, most_ring_nbytes=most)
+    device.check_layout(rig.blocks().layout())
+
+    assert replace(CopyStrategy(), gather_ring_nbytes=expected or CopyStrategy().gather_ring_nbytes) == device.strategy
 
 
 @pytest.mark.parametrize("which", [0, 1])

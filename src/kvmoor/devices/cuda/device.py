@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ from kvmoor.devices.cuda.device_tables import DeviceTables
 from kvmoor.devices.cuda.driver import Driver
 from kvmoor.devices.cuda.engine_marks import CurrentStream, EngineMarks
 from kvmoor.devices.cuda.freeing import keep_until_exit
-from kvmoor.devices.cuda.gathering import GatheringSubmission
+from kvmoor.devices.cuda.gathering import GatheringSubmission, may_gather
 from kvmoor.devices.cuda.holdings import Holdings
 from kvmoor.devices.cuda.job_submission import TICKET_NBYTES, JobSubmission
 from kvmoor.devices.cuda.page_kernels import PageKernels
@@ -60,8 +61,9 @@ class CudaDevice:
     engine's stream, or a function that returns it (``torch.cuda.current_stream``), in any form that
     `engine_stream_handle` takes. `strategy`: None for what was measured on this GPU before, or else the defaults;
     "calibrate" to measure at the first `check_layout` or `open_copy_queue` if it was not, which takes less than a
-    second. `cache_dir` is where measurements and compiled code are kept (None: nowhere). Raises `DeviceError` without a
-    usable GPU, `MissingDependencyError` without bindings.
+    second. `most_ring_nbytes` lowers `gather_ring_nbytes` of what is so found. `cache_dir` is where measurements and
+    compiled code are kept (None: nowhere). Raises `DeviceError` without a usable GPU, `MissingDependencyError` without
+    bindings.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class CudaDevice:
         ordinal: int | None = None,
         current_stream: CurrentStream = None,
         strategy: CopyStrategy | Literal["calibrate"] | None = None,
+        most_ring_nbytes: int | None = None,
         driver: Driver | None = None,
         cache_dir: Path | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class CudaDevice:
         self._context = CudaContext(self._driver, ordinal)
         self._holdings = Holdings(self._context)
         self._strategy = strategy
+        self._most_ring_nbytes = most_ring_nbytes
         try:
             self._name = self._driver.device_name(self._context.device)
             attribute = partial(self._driver.device_attribute, self._context.device)
@@ -95,6 +99,7 @@ class CudaDevice:
         self._registrar = RangeRegistrar(CudaRegistrar(self._context), on_empty=self._release_if_unused)
         self._engine = EngineMarks(self._events, current_stream)
         self._queues: list[CudaCopyQueue] = []
+        self._rings_to_open: set[Direction] = set()
         self._staging_nbytes: dict[int, int] = {}  # by address; single operations on it are safe from any thread
         self._close_lock = threading.Lock()  # held by the one thread that closes
         self._closed = self._given_back = self._released = self._kept = self._inherited = False
@@ -151,7 +156,9 @@ class CudaDevice:
     def check_layout(self, layout: BlockLayout) -> None:
         """Raise `LayoutError` unless the tensors lie on this GPU; make ready what their copies need.
 
-        Raises `DeviceError` if that cannot be had: memory for tables, a compiler.
+        If long jobs of theirs go by way of a ring in device memory (`gathering`), the next queue of each direction
+        takes its ring when it is opened, and any other with its first such job. Raises `DeviceError` if what they need
+        cannot be had: memory for tables, a compiler.
         """
         self._check_open("layout to be checked")
         for index, group in enumerate(layout.groups):
@@ -166,6 +173,8 @@ class CudaDevice:
             for group in layout.groups:
                 if group.tensors:
                     self._tables.find(group, variant.piece_nbytes)
+                if may_gather(self.strategy, group):
+                    self._rings_to_open.add(direction)
 
     def open_copy_queue(self, name: str, direction: Direction) -> CudaCopyQueue:
         """Open a queue on a stream of its own. Raises `DeviceError` with nothing left to close."""
@@ -173,7 +182,9 @@ class CudaDevice:
         if any(queue.name == name for queue in self._queues):
             raise BusyError(f"{self!r} has a queue {name!r} already: give each owner a device of its own")
         self._settle_strategy(None)
-        return self._open_queue(name, direction, self.strategy)
+        opens_ring = direction in self._rings_to_open
+        self._rings_to_open.discard(direction)
+        return self._open_queue(name, direction, self.strategy, opens_ring=opens_ring)
 
     def prepare_thread(self) -> None:
         """Make the context current on the calling thread, and its calls harmless to whoever captures a graph."""
@@ -277,7 +288,9 @@ class CudaDevice:
         if not self.close(_EXIT_TIMEOUT_S):
             _log.warning("%r is not proven idle after %g s: what it holds stays", self, _EXIT_TIMEOUT_S)
 
-    def _open_queue(self, name: str, direction: Direction, strategy: CopyStrategy) -> CudaCopyQueue:
+    def _open_queue(
+        self, name: str, direction: Direction, strategy: CopyStrategy, *, opens_ring: bool = False
+    ) -> CudaCopyQueue:
         functions = self._kernels.find(strategy.variant(direction))
         stream = self._holdings.open_stream()
         completion = CompletionMemory(self._holdings.host_memory(COMPLETION_NBYTES))
@@ -307,6 +320,8 @@ class CudaDevice:
                     completion=completion,
                     range_starts=lambda: self._registrar.starts,
                 )
+                if opens_ring:
+                    submission.open_ring()
         queue = CudaCopyQueue(name, self._context, stream, completion, submission, self._events)
         self._queues.append(queue)
         return queue
@@ -319,7 +334,9 @@ class CudaDevice:
         if found is None and self._strategy == "calibrate":
             self._calibration.measure(self._holdings, self._open_queue)
             found = self._calibration.find(layout)
-        self._strategy = found or CopyStrategy()
+        found = found or CopyStrategy()
+        ring_nbytes = found.gather_ring_nbytes
+        self._strategy = replace(found, gather_ring_nbytes=min(ring_nbytes, self._most_ring_nbytes or ring_nbytes))
 
     def _check_address(self, address: int, what: str) -> None:
         with self._context.current():

@@ -80,7 +80,10 @@ class GatheringSubmission:
         completion: CompletionMemory,
         range_starts: Callable[[], NDArray[np.int64]],
     ) -> None:
-        """Prepare; the ring is allocated for the first long job. `copy_stream`: a new one, for the copy engine."""
+        """Prepare; the ring is allocated by `open_ring`, or for the first long job.
+
+        `copy_stream`: a new one, for the copy engine.
+        """
         self._driver = driver
         self._holdings = holdings
         self._direct = direct
@@ -104,6 +107,10 @@ class GatheringSubmission:
     def prepare(self, group: GroupLayout) -> None:
         """Make ready what copies of a group need."""
         self._direct.prepare(group)
+
+    def open_ring(self) -> None:
+        """Allocate the ring, if there is memory for it: later that may have to wait for the engine's work."""
+        self._ring()
 
     def submit(
         self,
@@ -251,11 +258,20 @@ class GatheringSubmission:
                 _log.info("no ring of %s in device memory: %s", format_nbytes(nbytes), error)
                 nbytes //= 2
                 continue
+            _log.info("a ring of %s in device memory, %s", format_nbytes(nbytes), self._direction.value)
             half = nbytes // 2 // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # the kernel relies on where slots begin
             self._numbered = self._holdings.open_event()
             events = [self._holdings.open_event() for _ in range(4)]
             return [_Half(address + k * half, half, *events[2 * k : 2 * k + 2]) for k in range(2)]
         return []
+
+
+def may_gather(strategy: CopyStrategy, group: GroupLayout) -> bool:
+    """Say whether long jobs of a group go by way of the ring, if their slots have long runs."""
+    long_run = strategy.copy_engine_from_nbytes
+    if strategy.gather_from_nbytes is None or not group.tensors:
+        return False
+    return long_run is None or min(tensor.page_nbytes for tensor in group.tensors) < long_run
 
 
 def _cut(plan: GatherPlan, half_nbytes: int) -> Iterator[GatherPlan]:
