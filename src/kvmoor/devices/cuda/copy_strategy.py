@@ -1,7 +1,7 @@
 """How copies are made: what the page kernel gets of the GPU, and which runs go to the copy engine."""
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Self
 
 from kvmoor.devices.cuda.launches import DEFAULT_VARIANT, VARIANTS, PageKernelVariant
 from kvmoor.devices.device import Direction
@@ -62,3 +62,7 @@ class CopyStrategy:
         """Return which page kernel copies in a direction."""
         name = self.store_kernel if direction is Direction.DEVICE_TO_HOST else self.load_kernel
         return _VARIANTS_BY_NAME[name]
+
+    def with_ring_of_at_most(self, nbytes: int | None) -> Self:
+        """Return the strategy with no larger ring than that; None: itself."""
+        return self if nbytes is None else replace(self, gather_ring_nbytes=min(self.gather_ring_nbytes, nbytes))

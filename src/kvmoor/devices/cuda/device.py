@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -334,9 +333,7 @@ class CudaDevice:
         if found is None and self._strategy == "calibrate":
             self._calibration.measure(self._holdings, self._open_queue)
             found = self._calibration.find(layout)
-        found = found or CopyStrategy()
-        ring_nbytes = found.gather_ring_nbytes
-        self._strategy = replace(found, gather_ring_nbytes=min(ring_nbytes, self._most_ring_nbytes or ring_nbytes))
+        self._strategy = (found or CopyStrategy()).with_ring_of_at_most(self._most_ring_nbytes)
 
     def _check_address(self, address: int, what: str) -> None:
         with self._context.current():
