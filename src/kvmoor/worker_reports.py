@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmoor.host_memory.arena_state import ArenaStatistics
+from kvmoor.host_memory.slab_registration import RegistrationMode
 from kvmoor.transfer_messages import OrderId
 
 _log = logging.getLogger("kvmoor")
@@ -68,3 +69,28 @@ class WorkerStatistics:
     staged_nbytes: int
     staging_ring_nbytes: int
     arena: ArenaStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingStatistics:
+    """Count what a worker did that loads from the arena of another process; see `WorkerStatistics` for the jobs.
+
+    `attached_nbytes` can be read, and `registered_nbytes` of them are page-locked. `registration_mode` says how the
+    device gets at the slabs that are tried from now on (None before there is an arena), `registration_reason` why some
+    are staged.
+    """
+
+    running: int
+    abandoned: int
+    done: int
+    failed: int
+    given_up: int
+    loaded_nbytes: int
+    staged_jobs: int
+    staged_nbytes: int
+    staging_ring_nbytes: int
+    attached_nbytes: int
+    registered_nbytes: int
+    failed_registrations: int
+    registration_mode: RegistrationMode | None
+    registration_reason: str

@@ -111,9 +111,9 @@ class AttachedArena:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, _open: ArenaState = ArenaState.OPEN) -> None:  # an interpreter that ends has lost the name
         # Only a warning: a copy may still be reading, so the memory stays.
-        if getattr(self, "_state", None) is ArenaState.OPEN:
+        if getattr(self, "_state", None) is _open:
             message = f"{self!r} was never closed: its memory stays mapped"
             warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
@@ -124,6 +124,11 @@ class AttachedArena:
     def plan(self) -> ArenaPlan:
         """Return where the slots are; its limits and its request say nothing."""
         return self._plan
+
+    @property
+    def base(self) -> int:
+        """Return the address that the offsets of the plan count from."""
+        return self._reservation.base
 
     @property
     def state(self) -> ArenaState:

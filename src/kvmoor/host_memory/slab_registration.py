@@ -37,8 +37,9 @@ _PAGE_NBYTES: Final = 4096
 class SlabRegistration:
     """Register the slabs of one arena and unregister them.
 
-    Any thread may call any method, except that only the mapping thread registers. `changed` is the mapper's: it guards
-    all fields and is notified when a call of the registrar ends and when what may be called changes.
+    Any thread may call any method, except that only one registers: the mapping thread, or for an arena of another
+    process the thread that follows its owner. `changed` is theirs: it guards all fields and is notified when a call of
+    the registrar ends and when what may be called changes.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class SlabRegistration:
         changed: threading.Condition,
         observer: Observer,
         name: str,
+        read_only: bool = False,
     ) -> None:
         _check_slabs(plan.slabs, base)
+        self._read_only = read_only  # whether the pages are mapped for reading only
         self._registrar = registrar
         self._base = base
         self._pacer = pacer
@@ -117,7 +120,7 @@ class SlabRegistration:
                 self._registrar.prepare_thread()
                 self._thread_is_prepared = True
             is_clean = False
-            self._registrar.register(self._base + slab.offset, slab.nbytes)
+            self._registrar.register(self._base + slab.offset, slab.nbytes, read_only=self._read_only)
         except RegistrationError as refusal:  # nothing is registered: that is its promise
             error, is_clean = refusal, True
         except Exception as surprise:  # a thread that cannot be prepared must not register, and a bug proves nothing

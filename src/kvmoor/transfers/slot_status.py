@@ -81,10 +81,11 @@ class SlotStatus:
             if whole and self._segment is not None and not self._segment.closed:
                 self._segment.complete_fill(group, slots, order_id)
 
-    def note_report(self, report: Report) -> None:
-        """Act on the end of an order; one that was given up may still write."""
+    def note_report(self, report: Report) -> Report:
+        """Act on the end of an order, and return its report; one that was given up may still write."""
         if report.outcome is not Outcome.ABANDONED:
             self.end(report.order_id, whole=report.outcome is Outcome.DONE)
+        return report
 
     def publish(self, ranges: Iterable[SlotRange]) -> None:
         """Tell that slots exist."""
