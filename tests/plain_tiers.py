@@ -25,6 +25,12 @@ class PlainTier:
         self.use(self.loading)
         self.loading = []
 
+    def enter_device(self, blocks):
+        pass
+
+    def leave_device(self, blocks):
+        pass
+
     def store(self, blocks):
         """Return what is written, and what the next tier may have."""
         num_free = self.capacity - len(self.oldest_first)
@@ -35,24 +41,73 @@ class PlainTier:
             named = named[:room]
             new, others = self._new_and_others(named)
         gone = others[: max(0, len(new) - num_free)]
-        for block in gone:
-            del self.oldest_first[block]
-        self.use([block for block in named if block not in self.loading])
+        self._let_go(gone)
+        self._take_in([block for block in named if block not in self.loading])
         self.stored += len(new)
         self.evicted += len(gone)
         unfit = blocks[len(named) :]
         return new, unfit + [block for block in reversed(gone) if block not in unfit]
 
+    def _let_go(self, blocks):
+        for block in blocks:
+            del self.oldest_first[block]
+
+    def _take_in(self, blocks):
+        self.use(blocks)
+
+    def _first_to_go(self):
+        return list(self.oldest_first)
+
     def _new_and_others(self, named):
         new = [block for block in named if block not in self.oldest_first]
-        return new, [block for block in self.oldest_first if block not in named and block not in self.loading]
+        return new, [block for block in self._first_to_go() if block not in named and block not in self.loading]
+
+
+class PlainDeviceLru(PlainTier):
+    """A cache that evicts first what was loaded from it and is on the device; leaving the device is a use."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.loaded = set()  # and since then neither stored nor dropped by the device
+        self.doubled = set()
+
+    def begin_load(self, blocks):
+        super().begin_load(blocks)
+        self.loaded |= set(blocks)
+
+    def enter_device(self, blocks):
+        entering = [block for block in blocks if block in self.loaded - self.doubled]
+        self.doubled |= set(entering)
+        self.use(entering)
+
+    def leave_device(self, blocks):
+        self._make_single(blocks)
+        self.use([block for block in blocks if block in self.oldest_first and block not in self.loading])
+
+    def _let_go(self, blocks):
+        super()._let_go(blocks)
+        self._make_single(blocks)
+
+    def _take_in(self, blocks):
+        super()._take_in(blocks)
+        self._make_single(blocks)
+
+    def _make_single(self, blocks):
+        self.loaded -= set(blocks)
+        self.doubled -= set(blocks)
+
+    def _first_to_go(self):
+        return sorted(self.oldest_first, key=lambda block: block not in self.doubled)  # sorting keeps the order else
+
+
+PLAIN_HOSTS = {"lru": PlainTier, "device-lru": PlainDeviceLru}
 
 
 class PlainTiers:
     """A device, host memory and a disk."""
 
-    def __init__(self, device, host, disk, *, leaving, num_remembered):
-        self.device, self.host, self.disk = self.tiers = PlainTier(device), PlainTier(host), PlainTier(disk)
+    def __init__(self, device, host, disk, *, leaving, num_remembered, policy="lru"):
+        self.device, self.host, self.disk = self.tiers = PlainTier(device), PLAIN_HOSTS[policy](host), PlainTier(disk)
         self.leaving = leaving
         self.num_remembered = num_remembered  # None: everything is admitted
         self.referenced = OrderedDict()
@@ -61,18 +116,22 @@ class PlainTiers:
 
     def serve(self, own):
         self.refer_to([block for block in own if block not in self.disk.oldest_first])
+        already_there = list(takewhile(self.device.oldest_first.__contains__, own))
         from_disk = self.find(own)
         for blocks in from_disk:
             self.put_into_host(blocks)
             self.host.begin_load(list(takewhile(self.host.oldest_first.__contains__, blocks)))
         if self.device.capacity:
             _, left = self.device.store(own)
+            self.host.leave_device(left)
             if self.leaving:
                 self.put_into_host(left)
         self.host.end_loads()
         self.disk.end_loads()
         if not self.leaving:
             self.put_into_host(own)
+            already_there = []
+        self.host.enter_device(own[len(already_there) : self.device.capacity])
 
     def refer_to(self, blocks):
         known = {block for block in blocks if block in self.referenced or self.num_remembered is None}

@@ -258,7 +258,7 @@ class Offloader:
         return self._coordinator.touch(as_sequence(keys))
 
     def enter_device(self, keys: Sequence[BlockKey]) -> None:
-        """Take note that the engine's own cache holds these blocks, so that ``eviction="device-lru"`` may drop them."""
+        """Take note that the engine's own cache holds these blocks; see ``eviction="device-lru"``."""
         self._coordinator.enter_device(as_sequence(keys))
 
     def leave_device(self, keys: Sequence[BlockKey]) -> None:

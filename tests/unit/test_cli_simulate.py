@@ -137,7 +137,7 @@ def test_tiers_in_json(small_trace):
 
 
 def test_a_host_that_cannot_help_is_said(small_trace):
-    """Host memory no larger than the device, storing what is computed, and `device-lru` with that, get a warning."""
+    """Host memory no larger than the device, storing what is computed, and `device-lru` with that, get a note."""
     arguments = [small_trace, "--device-memory", "10 blocks", "--policy", "device-lru"]
     warnings = "try --store-when leaving", "device-lru is made for --store-when leaving"
     text = " ".join(simulate(*arguments, "--capacity", "10 blocks").stdout.split())

@@ -1,4 +1,4 @@
-"""What the device still holds gives way first, and a block is as old as the time since the device has dropped it."""
+"""Copies of what was loaded and is on the device give way first; leaving the device is a use."""
 
 import random
 
@@ -30,6 +30,13 @@ def policy_of(*prompts: tuple[int, ...]) -> DeviceAwareLru:
     return policy
 
 
+def load(policy: EvictionPolicy, *numbers: int) -> None:
+    """Load blocks, as the most recent ones, and have them on the device."""
+    policy.withdraw(slots_of(*numbers))
+    policy.restore(slots_of(*numbers))
+    policy.enter_device(slots_of(*numbers))
+
+
 def evict(policy: EvictionPolicy, num_blocks: int, *excluding: int) -> list[int]:
     victims = policy.evict(num_blocks, slots_of(*excluding))
     assert victims is not None
@@ -41,30 +48,72 @@ def order(policy: EvictionPolicy) -> list[int]:
     return evict(policy, len(policy))
 
 
-def test_what_is_on_the_device_goes_first() -> None:
-    """Copies of blocks that the device holds are evicted before all others, however recent they are."""
+def test_what_was_loaded_and_is_on_the_device_goes_first() -> None:
+    """Copies of blocks that came to the device from here are evicted before all others, however recent they are."""
     policy = policy_of((A, B), (C, D))
 
-    policy.enter_device(slots_of(C, D))
+    load(policy, C, D)
 
     assert [D, C, B, A] == order(policy)
 
 
+def test_a_copy_of_what_was_computed_is_no_spare_one() -> None:
+    """A block that was stored when it was computed keeps its place, though the device has it too."""
+    policy = policy_of((A, B), (C, D))
+
+    policy.enter_device(slots_of(A, C, D))
+
+    assert [B, A, D, C] == order(policy)
+
+
+def test_a_block_may_enter_while_its_load_is_under_way() -> None:
+    """An engine may tell what enters before the load has ended: it was loaded all the same."""
+    policy = policy_of((A, B), (C,))
+    policy.withdraw(slots_of(A, B))
+
+    policy.enter_device(slots_of(A, B))
+    policy.restore(slots_of(A, B))
+
+    assert [B, A, C] == order(policy)
+
+
+def test_a_store_that_names_a_block_keeps_its_copy() -> None:
+    """Whoever stores at once does not store a block again when it leaves, so what is stored anew is no spare copy."""
+    policy = policy_of((A,), (B,), (C,))
+    load(policy, A, B)
+
+    insert(policy, A)
+    policy.enter_device(slots_of(A))
+
+    assert [B, C, A] == order(policy)
+
+
 def test_a_block_is_as_old_as_its_absence_from_the_device() -> None:
-    """What the device has dropped is the most recent of the blocks that are only here, of one prompt the end first."""
+    """What the device has dropped is the most recent of the single ones, of one prompt the end first."""
     policy = policy_of((A, B, C), (D,), (E,))
-    policy.enter_device(slots_of(A, B, C))
+    load(policy, A, B, C)
 
     policy.leave_device(slots_of(A, B))
 
     assert [C, D, E, B, A] == order(policy)
 
 
+def test_what_left_has_to_be_loaded_anew() -> None:
+    """A block that left the device and was computed there again, although it is here, was not loaded."""
+    policy = policy_of((A,), (B,))
+    load(policy, A)
+    policy.leave_device(slots_of(A))
+
+    policy.enter_device(slots_of(A))
+
+    assert [B, A] == order(policy)
+
+
 def test_entering_again_is_no_use() -> None:
     """An engine may repeat what the device holds: the order stays."""
     policy = policy_of((A,), (B,))
-    policy.enter_device(slots_of(A))
-    policy.enter_device(slots_of(B))
+    load(policy, A)
+    load(policy, B)
 
     policy.enter_device(slots_of(A))
 
@@ -72,10 +121,10 @@ def test_entering_again_is_no_use() -> None:
 
 
 def test_of_what_is_on_the_device_the_oldest_goes_first() -> None:
-    """A use counts among the blocks on the device too, and of one prompt the end goes first."""
+    """A use counts among the doubled ones too, and of one prompt the end goes first."""
     policy = policy_of((A, B), (C,))
-    policy.enter_device(slots_of(A, B))
-    policy.enter_device(slots_of(C))
+    load(policy, A, B)
+    load(policy, C)
 
     policy.touch(slots_of(A, B))
 
@@ -83,11 +132,12 @@ def test_of_what_is_on_the_device_the_oldest_goes_first() -> None:
 
 
 def test_a_use_moves_a_block_among_its_own_kind() -> None:
-    """A store that names blocks of both kinds leaves each where it is, only more recent."""
+    """A use of blocks of both kinds leaves each where it is, only more recent."""
     policy = policy_of((A, B), (C,), (D,))
-    policy.enter_device(slots_of(A, D))
+    load(policy, A)
+    load(policy, D)
 
-    insert(policy, A, B)
+    policy.touch(slots_of(A, B))
 
     assert [D, A, C, B] == order(policy)
 
@@ -104,7 +154,7 @@ def test_dropping_a_block_that_was_not_known_to_be_there_counts_too() -> None:
 def test_a_leased_block_comes_back_as_what_it_has_become() -> None:
     """What is told of a block while a load leases it counts once it is restored."""
     policy = policy_of((A, B), (C, D), (E,))
-    policy.enter_device(slots_of(C, D))
+    load(policy, C, D)
     policy.withdraw(slots_of(A, B, C, D))
     policy.enter_device(slots_of(A, B))
     policy.leave_device(slots_of(C, D))
@@ -117,9 +167,9 @@ def test_a_leased_block_comes_back_as_what_it_has_become() -> None:
 
 
 def test_a_lease_does_not_change_where_a_block_is() -> None:
-    """A block that was on the device before a load still is after it."""
+    """A block that was doubled before a load still is after it."""
     policy = policy_of((A,), (B,))
-    policy.enter_device(slots_of(B))
+    load(policy, B)
 
     policy.withdraw(slots_of(B))
     policy.restore(slots_of(B))
@@ -127,11 +177,15 @@ def test_a_lease_does_not_change_where_a_block_is() -> None:
     assert [B, A] == order(policy)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("end", ["evicted", "removed", "removed while leased"])
-def test_the_next_block_of_a_slot_is_not_on_the_device(end: str) -> None:
-    """What was told of a block ends with it, however it goes."""
-    policy = policy_of((A,), (B,))
-    policy.enter_device(slots_of(A))
+def test_the_next_block_of_a_slot_was_not_loaded(end: str, on_device: bool) -> None:
+    """What was known of a block, that it was loaded or also that it is on the device, ends with it."""
+    policy = policy_of((A,))
+    policy.withdraw(slots_of(A))
+    policy.restore(slots_of(A))
+    if on_device:
+        policy.enter_device(slots_of(A))
     if end == "evicted":
         assert [A] == evict(policy, 1)
     else:
@@ -139,15 +193,18 @@ def test_the_next_block_of_a_slot_is_not_on_the_device(end: str) -> None:
             policy.withdraw(slots_of(A))
         policy.remove(slots_of(A))
 
+    insert(policy, B)
     insert(policy, A)
+    policy.enter_device(slots_of(A))
 
     assert [B, A] == order(policy)
 
 
 def test_victims_of_both_kinds_make_up_the_number() -> None:
-    """If the blocks on the device do not suffice, the oldest of the others follow; what is excluded stays."""
+    """If the doubled ones do not suffice, the oldest of the others follow; what is excluded stays."""
     policy = policy_of((A,), (B,), (C,), (D,), (E,))
-    policy.enter_device(slots_of(D, E))
+    load(policy, D)
+    load(policy, E)
 
     assert [D, A, C] == evict(policy, 3, E, B)
 
@@ -157,7 +214,7 @@ def test_victims_of_both_kinds_make_up_the_number() -> None:
 def test_a_refused_eviction_changes_nothing() -> None:
     """If too few blocks can give way, both kinds are what they were."""
     policy = policy_of((A,), (B,), (C,))
-    policy.enter_device(slots_of(C))
+    load(policy, C)
 
     assert policy.evict(3, slots_of(B)) is None
     assert policy.evict(3, slots_of(C)) is None
@@ -168,11 +225,11 @@ def test_a_refused_eviction_changes_nothing() -> None:
 def test_more_slots_change_nothing() -> None:
     """A group that grows knows what was on the device before."""
     policy = policy_of((A,), (B,))
-    policy.enter_device(slots_of(B))
+    load(policy, B)
 
     policy.resize(200, 200)
     insert(policy, 199)
-    policy.enter_device(slots_of(199))
+    load(policy, 199)
     policy.touch(slots_of(B))
 
     assert [199, B, A] == order(policy)
@@ -217,6 +274,6 @@ def test_without_a_word_about_the_device_it_is_lru() -> None:
 def test_its_repr_tells_how_it_stands() -> None:
     """The text shows how many blocks are of which kind."""
     policy = policy_of((A, B), (C,))
-    policy.enter_device(slots_of(C))
+    load(policy, C)
 
-    assert "<DeviceAwareLru: 1 blocks that are on the device too, 2 others>" == repr(policy)
+    assert "<DeviceAwareLru: 1 loaded blocks that are on the device, 2 others>" == repr(policy)

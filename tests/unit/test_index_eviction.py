@@ -204,6 +204,8 @@ def test_what_the_device_holds_gives_way_first_if_the_policy_wants_it() -> None:
     store(index, P[:2])
     store(index, Q[:2])
     store(index, R[:2])
+    for prompt in (Q, R):
+        index.complete(index.match(prompt[:2]))
     index.enter_device([*Q[:2], *R[:2]])
 
     index.leave_device(Q[:2])
@@ -222,6 +224,7 @@ def test_blocks_that_are_not_here_have_no_place_on_the_device() -> None:
     index.leave_device(Q[:1])
     index.complete(begun)
     store(index, R[:1])
+    index.complete(index.match(R[:1]))
     index.enter_device(R[:1])
 
     assert [R[0], P[1]] == list(store(index, Q[:2]).evicted_keys)

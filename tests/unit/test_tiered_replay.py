@@ -13,7 +13,7 @@ from kvmoor.simulation.replay import Replayer
 from kvmoor.simulation.tiered_replay import REMEMBERED_PER_DISK_BLOCK, TieredReplayer, TierPlan
 from kvmoor.simulation.trace import Request, TraceBuilder
 from kvmoor.simulation.trace_keys import numbers_of
-from plain_tiers import PlainTiers
+from plain_tiers import PLAIN_HOSTS, PlainTiers
 
 PROMPTS = st.lists(st.text("abc", max_size=6), min_size=1, max_size=20)
 SIZES = st.integers(0, 8)
@@ -36,8 +36,8 @@ def counts(tier_counts):
     return tier_counts.device, tier_counts.host, tier_counts.disk
 
 
-@given(PROMPTS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
-def test_tiers_are_plain_caches_with_the_written_rules(prompts, device, host, disk, leaving, second_reference):
+@given(PROMPTS, SIZES, SIZES, SIZES, st.booleans(), st.booleans(), st.sampled_from(sorted(PLAIN_HOSTS)))
+def test_tiers_are_plain_caches_with_the_written_rules(prompts, device, host, disk, leaving, second_reference, policy):
     """Through real indexes, hits, stores, evictions and saved writes are those of a plain model of the rules."""
     leaving = leaving and device > 0
     trace = trace_of(prompts)
@@ -45,10 +45,17 @@ def test_tiers_are_plain_caches_with_the_written_rules(prompts, device, host, di
         device, disk, "leaving" if leaving else "computed", "second-reference" if second_reference else "all"
     )
     num_remembered = max(1, min(trace.num_unique_blocks, REMEMBERED_PER_DISK_BLOCK * disk))
-    plain = PlainTiers(device, host, disk, leaving=leaving, num_remembered=num_remembered if second_reference else None)
+    plain = PlainTiers(
+        device,
+        host,
+        disk,
+        leaving=leaving,
+        num_remembered=num_remembered if second_reference else None,
+        policy=policy,
+    )
     for prompt in prompts:
         plain.serve([prompt[: end + 1] for end in range(len(prompt))])
-    result = TieredReplayer(trace).replay(host, plan)
+    result = TieredReplayer(trace).replay(host, plan, policy=policy)
     assert [tier.hits for tier in plain.tiers] == [*counts(result.hits)]
     assert [tier.stored for tier in plain.tiers] == [*counts(result.stored)]
     assert [tier.evicted for tier in plain.tiers] == [*counts(result.evicted)]
@@ -94,8 +101,8 @@ def test_host_memory_is_told_what_the_device_has(prompts, device, host, disk, st
         patch.setattr(replay_module, "POLICIES", {"watch": lambda: watchers.append(DeviceWatcher()) or watchers[-1]})
         replay(prompts, host, "watch", device_blocks=device, disk_blocks=disk, store_when=store_when)
     (watcher,) = watchers
-    doubled = plain.device.oldest_first.keys() & plain.host.oldest_first.keys()
-    assert {number_of[block] for block in doubled} == watcher.on_device
+    in_both = plain.device.oldest_first.keys() & plain.host.oldest_first.keys()
+    assert {number_of[block] for block in in_both} == watcher.on_device
 
 
 @given(PROMPTS, SIZES, st.sampled_from(sorted(POLICIES)))

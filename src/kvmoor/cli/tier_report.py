@@ -31,7 +31,7 @@ class TierReport(Report[TieredResult]):
         )
 
     def notes(self) -> list[str]:
-        """Say what the tiers are, and warn of one that is of no use."""
+        """Say what the tiers are, and what is of little use with them."""
         plan = self.plan
         notes = super().notes()
         if plan.device_blocks:
@@ -50,7 +50,8 @@ class TierReport(Report[TieredResult]):
             )
         if plan.store_when == "computed" and plan.device_blocks and "device-lru" in self.policies:
             notes.append(
-                "The policy device-lru is made for --store-when leaving: with what is computed it wastes copies."
+                "The policy device-lru is made for --store-when leaving: with what is computed it finds little more "
+                "than lru."
             )
         return notes
 
