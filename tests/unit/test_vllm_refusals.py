@@ -28,6 +28,7 @@ def configuration(**changes):
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(hisparse_config=None),
+        max_concurrent_batches=1,
     )
     for path, value in changes.items():
         part, name = path.split("__")
@@ -63,6 +64,16 @@ def test_what_would_go_wrong_later_is_refused_at_start(changes, message) -> None
     """Each refusal says what was found and what to do."""
     with pytest.raises(KvmoorError, match=message):
         refuse_configuration(configuration(**changes), kv_cache_config(None, 96), is_before_033=True)
+
+
+def test_loads_within_a_step_want_one_step_at_a_time() -> None:
+    """With two steps in flight vLLM would hand out what it computed from a load that failed."""
+    config = configuration(kv_transfer_config__kv_connector_extra_config={"sync_load_budget_bytes": 1})
+    refuse_configuration(config, kv_cache_config(), is_before_033=False)
+    config.max_concurrent_batches = 2
+
+    with pytest.raises(KvmoorError, match="set async_scheduling to False"):
+        refuse_configuration(config, kv_cache_config(), is_before_033=False)
 
 
 def test_newer_versions_serve_more() -> None:

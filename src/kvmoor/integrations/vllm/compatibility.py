@@ -25,8 +25,8 @@ _USED: Final[dict[str, dict[str, str]]] = {
         "KVConnectorHandshakeMetadata": "",
         "KVConnectorRole": "SCHEDULER WORKER",
         "KVConnectorTransferResults": "",
-        "KVConnectorBase_V1": "bind_connector_metadata get_transfer_results get_block_ids_with_load_errors "
-        "get_handshake_metadata set_xfer_handshake_metadata_pp_aware",
+        "KVConnectorBase_V1": "bind_connector_metadata bind_gpu_block_pool get_transfer_results "
+        "get_block_ids_with_load_errors get_handshake_metadata set_xfer_handshake_metadata_pp_aware",
     },
     _CONNECTOR: {
         "OffloadingConnector": "build_connector_meta build_connector_worker_meta update_connector_output reset_cache "
@@ -38,6 +38,11 @@ _USED: Final[dict[str, dict[str, str]]] = {
         "TransferJob": "",
     },
     f"{_OFFLOADING}.metrics": {"OffloadingConnectorStats": "increase_counter set_gauge"},
+    "vllm.v1.core.block_pool": {"BlockHashToBlockMap": "get_one_block", "BlockPool": ""},
+    "vllm.v1.core.kv_cache_metrics": {
+        "KVCacheMetricsCollector": "on_block_allocated on_block_accessed on_block_evicted reset",
+    },
+    "vllm.v1.core.kv_cache_utils": {"KVCacheBlock": "block_hash"},
     _KV_OFFLOAD: {
         "GPULoadStoreSpec": "",
         "LookupResult": "MISS HIT HIT_PENDING",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import kvmoor
+from kvmoor.host_memory.ticket import ArenaTicket
 from kvmoor.integrations.vllm.compatibility import (
     TELLS_OF_FLUSHED_RESETS,
     KVConnectorRole,
@@ -27,12 +28,21 @@ from kvmoor.integrations.vllm.connector_messages import (
     KvmoorHandshake,
     KvmoorWorkerMetadata,
 )
+from kvmoor.integrations.vllm.device_cache import DeviceCacheWatch
 from kvmoor.integrations.vllm.rank_sizes import RankSizes, least_slots
 from kvmoor.integrations.vllm.refusals import refuse_configuration
 from kvmoor.integrations.vllm.reset_fence import ResetFence
 from kvmoor.integrations.vllm.scheduler_side import SchedulerSide
 from kvmoor.integrations.vllm.settings import read_settings
+from kvmoor.integrations.vllm.shared_copy import (
+    TicketReader,
+    TicketRoute,
+    why_each_rank_keeps_a_copy,
+)
+from kvmoor.integrations.vllm.spoiled_stores import SpoiledStores
+from kvmoor.integrations.vllm.stale_blocks import blocks_behind, forget_window_blocks
 from kvmoor.integrations.vllm.worker_side import WorkerSide
+from kvmoor.reading_worker import ReadingWorker
 
 _log = logging.getLogger("kvmoor")
 
@@ -54,20 +64,30 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             require_attributes(
                 self.connector_scheduler,
                 *("manager", "_jobs", "_req_status", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"),
+                *("config", "_sliding_window_groups"),
             )
             self._num_ranks: int = parallel.world_size
+            self._ticket_route = TicketRoute(num_readers := parallel.world_size - self.scheduler_side.num_ranks)
             self._overwrites_before_flush: bool = vllm_config.use_v2_model_runner
             self._zeroes_blocks: bool = kv_cache_config.needs_kv_cache_zeroing
             self._reset_epoch = 0
             self._reset_fence = ResetFence()
+            settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            if vllm_config.model_config.use_mla and parallel.world_size > 1 and not num_readers:
+                reason = why_each_rank_keeps_a_copy(vllm_config, one_copy=settings.one_copy)
+                _log.info("each rank keeps a copy of its KV caches in host memory: %s", reason)
+            self._follows_device_cache = settings.eviction == "device-lru"
+            self._device_cache: DeviceCacheWatch | None = None
             self._store_orders: dict[int, int] = {}  # by job id, until the job is over
         else:
-            require_attributes(self.connector_worker, "worker", "spec", "_unsubmitted_store_jobs")
+            require_attributes(self.connector_worker, "worker", "spec", "_unsubmitted_store_jobs", "_is_store_writer")
             self.connector_worker.spec.ranks_on_host = parallel.local_world_size
             self._rank: int = parallel.rank
+            self._ticket_reader = TicketReader(parallel.rank)
             self._requests_of_loads: dict[int, str] = {}  # by job id
             self._blocks_of_sync_loads: dict[int, list[int]] = {}
             self._invalid_blocks: set[int] = set()
+            self._spoiled_stores = SpoiledStores(vllm_config.max_concurrent_batches)
             self._failed_orders: dict[int, str] = {}
 
     @property
@@ -101,11 +121,23 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
 
     def get_handshake_metadata(self) -> KvmoorHandshake:
         """Tell what this rank holds."""
-        spec, plan = self.connector_worker.spec, self.worker_side.worker.arena.plan
+        spec, worker = self.connector_worker.spec, self.worker_side.worker
         config = spec.config
-        shape = (kvmoor.__version__, spec.tokens_per_block, config.cache.blocks_per_chunk, config.kv_cache_layout)
-        num_slots = tuple(group.num_slots for group in plan.groups)
-        return KvmoorHandshake(RankSizes(self._rank, num_slots, shape), self.worker_side.take_published())
+        # Of one copy the others read byte for byte what rank 0 stored.
+        layout = worker.layout.fingerprint.hex() if spec.replicated_layout else config.kv_cache_layout
+        shape = (kvmoor.__version__, spec.tokens_per_block, config.cache.blocks_per_chunk, layout)
+        num_slots = None
+        if not isinstance(worker, ReadingWorker):
+            num_slots = tuple(group.num_slots for group in worker.arena.plan.groups)
+        sizes = RankSizes(self._rank, num_slots, shape)
+        return KvmoorHandshake(sizes, self.worker_side.take_published(), self._ticket())
+
+    def _ticket(self) -> ArenaTicket | None:
+        """Return what the other ranks need to read this one's host memory; None where they do not."""
+        worker = self.worker_side.worker
+        if isinstance(worker, ReadingWorker) or not self.connector_worker.spec.replicated_layout:
+            return None
+        return worker.ticket()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Take note of what the ranks hold; vLLM calls it at start, and again after a sleep.
@@ -118,7 +150,15 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
         sizes = [handshake.sizes for handshake in handshakes]
         self.scheduler_side.limit(least_slots(sizes, num_ranks=self._num_ranks))
         for handshake in handshakes:
-            self.scheduler_side.publish(handshake.published)
+            self._ticket_route.note_ticket(handshake.ticket)
+            self.scheduler_side.publish(self._ticket_route.release(handshake.published))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Learn from now on what the device's own cache drops, if that matters; vLLM calls it once, at start."""
+        if self._follows_device_cache:
+            require_attributes(gpu_block_pool, "metrics_collector", "cached_block_hash_to_block")
+            require_attributes(gpu_block_pool.cached_block_hash_to_block, "_cache")
+            self._device_cache = DeviceCacheWatch(gpu_block_pool)
 
     # The scheduler, in the order of a step.
 
@@ -128,6 +168,8 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
 
     def build_connector_meta(self, scheduler_output: Any) -> KvmoorConnectorMetadata:
         """Tell the workers what to do in this step."""
+        if self._device_cache is not None and (left := self._device_cache.take_left()):
+            self.scheduler_side.note_left_device(left)  # before room is made for the stores of this step
         with self._fresh_loads_hidden(scheduler_output.preempted_req_ids or ()):
             meta = super().build_connector_meta(scheduler_output)
         self._store_orders.update((job_id, job.dst_spec.order_id) for job_id, job in meta.store_jobs.items())
@@ -135,15 +177,23 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             # This runner zeroes and copies blocks before it lets stores of their former content begin.
             flushed = self._store_orders.keys() & (meta.jobs_to_flush or ())
             self.scheduler_side.note_failed(self._store_orders[job_id] for job_id in flushed)
-        return KvmoorConnectorMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, self._reset_epoch)
+        return KvmoorConnectorMetadata(
+            meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, self._reset_epoch, self._ticket_route.to_pass
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of what the workers did: failures first, because vLLM completes the jobs next."""
+        if connector_output.invalid_block_ids:
+            requests = self.connector_scheduler._req_status  # noqa: SLF001 - those that may have such blocks
+            tables = (table for each in requests for table in self._kv_cache_manager.get_block_ids(each))
+            self._kv_cache_manager.evict_blocks(blocks_behind(connector_output.invalid_block_ids, tables))
         meta = connector_output.kv_connector_worker_meta
         was_open = self._reset_fence.is_open
         if isinstance(meta, KvmoorWorkerMetadata):
-            for published in meta.published.values():
-                self.scheduler_side.publish(published)
+            self._ticket_route.note_ticket(meta.ticket)
+            self._ticket_route.note_answers(meta.ticket_answers)
+            for published in (*meta.published.values(), ()):  # answers alone may let slots go that were held back
+                self.scheduler_side.publish(self._ticket_route.release(published))
             self.scheduler_side.note_failed(meta.failed_orders)
             self._reset_fence.note_reports(meta.completed_jobs)
         super().update_connector_output(connector_output)
@@ -160,6 +210,8 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             return True  # a second reset before the next step: nothing was stored since the first
         self._reset_epoch += 1
         due = {job_id: job.pending_count for job_id, job in scheduler._jobs.items()}  # noqa: SLF001 - it forgets them
+        books = scheduler._req_status.values(), scheduler._sliding_window_groups  # noqa: SLF001 - it has gaps
+        forget_window_blocks(*books, scheduler.config.blocks_per_chunk)
         result: bool | None = super().reset_cache()
         if not TELLS_OF_FLUSHED_RESETS:
             self._reset_fence.add(due)
@@ -192,6 +244,7 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
 
     def handle_preemptions(self, kv_connector_metadata: KvmoorConnectorMetadata) -> None:
         """Let the stores of the last step begin, and wait for jobs whose blocks are reused or that a reset ends."""
+        self._ticket_reader.take(kv_connector_metadata.ticket, self.worker_side.worker)
         self.worker_side.note_reset(kv_connector_metadata.reset_epoch)
         super().handle_preemptions(kv_connector_metadata)
 
@@ -214,8 +267,12 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             self._failed_orders[failed.order_id] = failed.reason
             if failed.job_id in self._requests_of_loads:
                 failed_requests.add(self._requests_of_loads[failed.job_id])
-            self._invalid_blocks.update(self._blocks_of_sync_loads.get(failed.job_id, ()))
+            if failed.job_id in self._blocks_of_sync_loads:
+                self._invalid_blocks.update(self._blocks_of_sync_loads[failed.job_id])
+                self._spoiled_stores.note_failed_load()
         self._blocks_of_sync_loads.clear()  # vLLM waited for them in this step
+        stores = self._connector_metadata.store_jobs.values()
+        self._failed_orders.update(self._spoiled_stores.end_step(job.dst_spec.order_id for job in stores))
         results.failed_recving = (results.failed_recving or set()) | (failed_requests & results.finished_recving)
         ended = [job for job, request in self._requests_of_loads.items() if request in results.finished_recving]
         for job_id in ended:
@@ -231,12 +288,15 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
         """Tell the scheduler what happened here since the last step that had news."""
         base = super().build_connector_worker_meta()
         published = self.worker_side.take_published()
-        if base is None and not published and not self._failed_orders:
+        answers = self._ticket_reader.take_answers()
+        if base is None and not published and not self._failed_orders and not answers:
             return None
         base = base or OffloadingWorkerMetadata()
         failed, self._failed_orders = self._failed_orders, {}
         new_slots = {self._rank: published} if published else {}
-        return KvmoorWorkerMetadata(base.completed_jobs, base.transfer_stats, failed, new_slots)
+        # With the slots, because the handshake does not reach every scheduler.
+        ticket = self._ticket() if published else None
+        return KvmoorWorkerMetadata(base.completed_jobs, base.transfer_stats, failed, new_slots, ticket, answers)
 
     def unregister_kv_caches(self) -> None:
         """Let go of the device's memory before a sleep (vLLM 0.33): wait for copies, refuse stores not yet begun."""

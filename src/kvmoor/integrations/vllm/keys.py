@@ -7,10 +7,10 @@ A chunk is `blocks_per_chunk` blocks of ours: a request may find the first of th
 only the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvmoor.block_key import BlockKey
+from kvmoor.block_key import BlockKey, BlockKeys
 from kvmoor.errors import RequestError
 from kvmoor.key_builder import KeyBuilder, Namespace
 
@@ -59,12 +59,30 @@ class ChunkKeys:
             self._known[offload_key] = found
         return found
 
+    def of_last_blocks(self, block_keys: Iterable[bytes]) -> list[BlockKeys]:
+        """Return the keys of the chunks that end with given blocks, in this order, by group.
+
+        `block_keys` are hashes of device blocks with the number of their group behind them, whether offloaded or not. A
+        chunk of several blocks cannot be told from the inside of one, so only those that are remembered are returned.
+        """
+        by_group_id: dict[int, list[bytes]] = {}
+        for block_key in block_keys:
+            by_group_id.setdefault(_group_id(block_key), []).append(block_key)
+        found = []
+        for group_id, (group, builder) in self._groups.items():
+            named = by_group_id.get(group_id, [])
+            if self.blocks_per_chunk == 1:
+                found.append(builder.engine_keys((key[:-_GROUP_NBYTES] for key in named), group=group))
+            else:
+                found.append(BlockKeys((key.digest for name in named for key in self._known.get(name, ())), group))
+        return [keys for keys in found if len(keys)]
+
     def next_epoch(self) -> None:
         """Make other keys from now on: the weights have changed, or may have."""
         self._use(self._namespace.next_epoch())
 
     def _make(self, offload_key: bytes) -> tuple[BlockKey, ...]:
-        block_hash, group_id = offload_key[:-_GROUP_NBYTES], int.from_bytes(offload_key[-_GROUP_NBYTES:], "big")
+        block_hash, group_id = offload_key[:-_GROUP_NBYTES], _group_id(offload_key)
         if group_id not in self._groups:
             raise RequestError(f"vLLM asked for group {group_id}, and offloads groups {list(self._groups)}")
         group, builder = self._groups[group_id]
@@ -72,3 +90,7 @@ class ChunkKeys:
             return tuple(builder.engine_keys([block_hash], group=group))
         places = (place.to_bytes(4, "big") for place in range(self.blocks_per_chunk))
         return tuple(builder.engine_keys([block_hash + place for place in places], group=group))
+
+
+def _group_id(key: bytes) -> int:
+    return int.from_bytes(key[-_GROUP_NBYTES:], "big")

@@ -22,6 +22,12 @@ def refuse_configuration(vllm_config: Any, kv_cache_config: Any, *, is_before_03
             f"sync_load_budget_bytes is set and the model has {num_groups} groups of KV caches, for which vLLM cannot "
             "compute again what such a load failed to bring: remove it"
         )
+    if extra.get("sync_load_budget_bytes") and vllm_config.max_concurrent_batches > 1:
+        raise SettingsError(
+            "sync_load_budget_bytes is set and several steps run at a time (async scheduling or pipeline parallel), "
+            "where vLLM hands out what a step computed from a load that failed in the step before: remove it, or set "
+            "async_scheduling to False"
+        )
     if extra.get("canonical_layout"):
         raise UnsupportedError("canonical_layout is not supported: remove it from kv_connector_extra_config")
     if model.enable_sleep_mode and is_before_033:

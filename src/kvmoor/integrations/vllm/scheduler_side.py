@@ -9,6 +9,7 @@ vLLM completes it, which is when all ranks have reported it, and what failed mea
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,9 @@ class PluginCounts:
 class SchedulerSide:
     """Decide what vLLM's scheduler asks. One thread at a time; no call waits, copies or asks a worker.
 
-    `num_ranks` workers each hold their own part of every block. A block is found only once all of them have stored
-    theirs, and slots are handed out only once all of them have them. `events` tells what was stored and removed.
+    `num_ranks` workers each hold their own part of every block, further ranks none. A block is found only once all of
+    them have stored theirs, and slots are handed out only once all of them have them. `events` tells what was stored
+    and removed.
     """
 
     def __init__(self, coordinator: Coordinator, keys: ChunkKeys, *, num_groups: int, num_ranks: int) -> None:
@@ -57,6 +59,7 @@ class SchedulerSide:
         self._coordinator = coordinator
         self._keys = keys
         self._num_groups = num_groups
+        self.num_ranks: Final = num_ranks
         self._tally = SlotTally(num_ranks)
         self._capacity: tuple[int, ...] | None = None
         self._open: dict[_JobName, _OpenOrder] = {}
@@ -149,6 +152,15 @@ class SchedulerSide:
                 self._counts.failed_loads += 1
                 self._coordinator.forget(order.keys)
                 self.events.note_dropped(order.chunks)
+
+    def note_left_device(self, block_keys: Iterable[bytes]) -> None:
+        """Take note that vLLM's own cache has dropped device blocks just now, of one prompt the first one first.
+
+        `block_keys` are their hashes with the number of the group, as keys of chunks. A chunk of several blocks counts
+        as dropped with its last block, whose hash is its own.
+        """
+        for keys in self._keys.of_last_blocks(block_keys):
+            self._coordinator.leave_device(keys)
 
     def running_store(self, request: str, offload_keys: Collection[bytes]) -> OrderId:
         """Return the order of a store that vLLM has not completed yet."""

@@ -29,7 +29,8 @@ _VLLM_KEYS: Final = frozenset(
 KvLayout = Literal["auto", "LBHNC", "BLHNC"]
 Pin = Literal["background", "eager", "off"]
 Mapped = Literal["background", "eager"]
-Eviction = Literal["lru", "arc"]
+OneCopy = Literal["auto", "off"]
+Eviction = Literal["lru", "arc", "device-lru"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class PluginSettings:
     kv_layout: KvLayout = "auto"
     job_timeout_s: float = 30.0
     """When a copy is given up, and how long vLLM's worker waits for device blocks it is about to reuse."""
+    one_copy: OneCopy = "auto"
+    """Whether ranks that hold the same KV caches (MLA) share one copy where they can."""
     offload_prompt_only: bool = False
     """Whether to leave out what a model generated. vLLM's own default is True."""
     model_revision: str = ""
@@ -59,6 +62,7 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "memory_check": ("refuse", "warn"),
     "huge_pages": ("auto", "off"),
     "kv_layout": get_args(KvLayout),
+    "one_copy": get_args(OneCopy),
     "offload_prompt_only": (False, True),
 }
 _OWN_KEYS: Final = frozenset(PluginSettings.__dataclass_fields__)

@@ -6,9 +6,12 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 from kvmoor.block_key import digest_fields
+from kvmoor.block_layout import BlockLayout
 from kvmoor.coordinator import Coordinator
-from kvmoor.errors import UnsupportedError
+from kvmoor.devices.device import Device
+from kvmoor.errors import SettingsError, UnsupportedError
 from kvmoor.host_memory.arena_plan import plan_arena
+from kvmoor.host_memory.slab_memory import Backing
 from kvmoor.integrations.vllm import metrics
 from kvmoor.integrations.vllm.compatibility import (
     VLLM_VERSION,
@@ -24,9 +27,11 @@ from kvmoor.integrations.vllm.manager import KvmoorManager
 from kvmoor.integrations.vllm.rank_worker import KvmoorWorker
 from kvmoor.integrations.vllm.scheduler_side import SchedulerSide
 from kvmoor.integrations.vllm.settings import PluginSettings, read_settings
+from kvmoor.integrations.vllm.shared_copy import OWNER_RANK
 from kvmoor.integrations.vllm.thread_affinity import threads_on_all_cores
 from kvmoor.integrations.vllm.worker_side import WorkerSide
 from kvmoor.key_builder import Namespace
+from kvmoor.reading_worker import ReadingWorker
 from kvmoor.worker import TransferWorker
 
 _log = logging.getLogger("kvmoor")
@@ -47,14 +52,26 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
         self.settings: PluginSettings = read_settings(config.extra_config)
         self.offload_prompt_only = self.settings.offload_prompt_only
         self.ranks_on_host: int = config.parallel.world_size
+        self.replicated_layout = self._keeps_one_copy()  # then vLLM has only rank 0 store
         self._manager: KvmoorManager | None = None
         self._worker: KvmoorWorker | None = None
         if config.canonical_layout:
             raise UnsupportedError("canonical_layout is not supported: remove it from kv_connector_extra_config")
         self._refuse_what_it_lacks()
 
+    def _keeps_one_copy(self) -> bool:
+        """Say whether rank 0 keeps one copy of what all ranks hold alike: not without a way for its ticket."""
+        if self.config.replicated_layout and self.config.parallel.rank == 0:
+            _log.warning("KvmoorSpec keeps a copy of these KV caches on each rank: KvmoorConnector needs only one")
+        return False
+
     def _refuse_what_it_lacks(self) -> None:
         parallel = self.config.parallel
+        if self.settings.eviction == "device-lru":
+            raise SettingsError(
+                "eviction is 'device-lru', and KvmoorSpec is not told what the device's own cache holds: use "
+                "KvmoorConnector, or 'lru' or 'arc'"
+            )
         if parallel.pp_size > 1:
             raise UnsupportedError(
                 f"pipeline_parallel_size is {parallel.pp_size}, and KvmoorSpec does not know the sizes of every rank: "
@@ -88,7 +105,8 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
                 blocks_per_chunk=config.cache.blocks_per_chunk,
             )
             coordinator = Coordinator(num_groups, eviction=self.settings.eviction)
-            side = SchedulerSide(coordinator, keys, num_groups=num_groups, num_ranks=config.parallel.world_size)
+            num_ranks = 1 if self.replicated_layout else config.parallel.world_size
+            side = SchedulerSide(coordinator, keys, num_groups=num_groups, num_ranks=num_ranks)
             if config.enable_kv_cache_events:
                 side.events.keep()
             self._manager = KvmoorManager(side, self._host_status())
@@ -113,34 +131,50 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
         device = open_device(layout)
         with ExitStack() as opened, threads_on_all_cores() if layout.on_host else nullcontext():
             opened.callback(device.close, 0.0)
-            plan = plan_arena(
-                layout,
-                settings.host_memory,
-                memory_check=settings.memory_check,
-                ranks_on_host=self.ranks_on_host,
-                numa=settings.numa,
-                device_numa_node=device.numa_node,
-                huge_pages=settings.huge_pages,
-            )
-            if config.parallel.rank == 0:
-                _log.info("of engine %s, each rank has %s", config.engine_id, plan.describe())
-            opened.pop_all()  # from here on the worker closes the device
-            worker = TransferWorker(
-                layout,
-                plan,
-                device,
-                job_timeout_s=settings.job_timeout_s,
-                mapping=settings.mapping,
-                pin=settings.pin,
-                engine_id=config.engine_id,
-                rank=config.parallel.rank,
-            )
+            worker = self._open_worker(layout, device, opened)
         return WorkerSide(
             worker,
             device,
             blocks_per_chunk=config.cache.blocks_per_chunk,
             failures_are_told=self.failures_are_told,
             job_timeout_s=settings.job_timeout_s,
+        )
+
+    def _open_worker(self, layout: BlockLayout, device: Device, opened: ExitStack) -> TransferWorker | ReadingWorker:
+        """Open who moves the bytes of this rank, and closes the device from then on."""
+        config, settings = self.config, self.settings
+        if self.replicated_layout and config.parallel.rank != OWNER_RANK:
+            opened.pop_all()
+            return ReadingWorker(
+                layout,
+                device,
+                job_timeout_s=settings.job_timeout_s,
+                pin="off" if settings.pin == "off" else "background",
+                name=f"{config.engine_id}:{config.parallel.rank}",
+            )
+        plan = plan_arena(
+            layout,
+            settings.host_memory,
+            memory_check=settings.memory_check,
+            ranks_on_host=1 if self.replicated_layout else self.ranks_on_host,
+            numa=settings.numa,
+            device_numa_node=device.numa_node,
+            huge_pages=settings.huge_pages,
+        )
+        if config.parallel.rank == 0:
+            who = "rank 0 keeps one copy for all ranks:" if self.replicated_layout else "each rank has"
+            _log.info("of engine %s, %s %s", config.engine_id, who, plan.describe())
+        opened.pop_all()
+        return TransferWorker(
+            layout,
+            plan,
+            device,
+            job_timeout_s=settings.job_timeout_s,
+            mapping=settings.mapping,
+            pin=settings.pin,
+            backing=Backing.MEMFD if self.replicated_layout else Backing.ANONYMOUS,
+            engine_id=config.engine_id,
+            rank=config.parallel.rank,
         )
 
     def namespace(self) -> Namespace:
@@ -174,6 +208,10 @@ class KvmoorConnectorSpec(KvmoorSpec):
     """What `KvmoorConnector` runs on: it tells of failures and of ready slots itself."""
 
     failures_are_told: ClassVar[bool] = True
+
+    def _keeps_one_copy(self) -> bool:
+        # vLLM says so only of ranks that are all on one host.
+        return bool(self.config.replicated_layout) and self.settings.one_copy == "auto"
 
     def _refuse_what_it_lacks(self) -> None:
         """Refuse nothing: the connector looks at vLLM's configuration itself."""

@@ -1,4 +1,4 @@
-"""The worker's half of the plugin: vLLM's jobs on one side, a `TransferWorker` on the other.
+"""The worker's half of the plugin: vLLM's jobs on one side, a `TransferWorker` or a `ReadingWorker` on the other.
 
     submit_store | submit_load  ->  order on a lane  ->  report  ->  get_finished
                                                                 `->  take_failed, if it went wrong
@@ -19,6 +19,7 @@ from kvmoor.devices.device import Device, DeviceEvent
 from kvmoor.errors import BrokenError, KvmoorError, TransferTimeoutError
 from kvmoor.integrations.vllm.messages import HostSlots, pair_with_device
 from kvmoor.integrations.vllm.thread_affinity import threads_on_all_cores
+from kvmoor.reading_worker import ReadingWorker
 from kvmoor.transfer_messages import Order, OrderId, OrderKind, Outcome, Report, SlotRange
 from kvmoor.transfers.copy_plan import DeviceBlocks
 from kvmoor.worker import TransferWorker
@@ -57,7 +58,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        worker: TransferWorker,
+        worker: TransferWorker | ReadingWorker,
         device: Device,
         *,
         blocks_per_chunk: int,
@@ -80,8 +81,8 @@ class WorkerSide:
         self._reset_epoch = 0
 
     @property
-    def worker(self) -> TransferWorker:
-        """Return who moves the bytes, for its numbers."""
+    def worker(self) -> TransferWorker | ReadingWorker:
+        """Return who moves the bytes, for its numbers; one that only loads where another rank keeps the slots."""
         return self._worker
 
     def mark_loads(self) -> None:
