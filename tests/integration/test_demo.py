@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+safetensors = pytest.importorskip("safetensors")
 
 from kvmoor.demo import model as demo_model
 from kvmoor.demo.documents import Document
@@ -154,6 +155,14 @@ def test_converts_once(package, conversions, tiny) -> None:
     messages = [{"role": "user", "content": "w1 w2 w3"}]
     tokens = [loaded.tokenizer.apply_chat_template(messages)["input_ids"] for loaded in (first, second)]
     assert tokens[0] == tokens[1]
+
+
+def test_shared_weights_have_the_name_that_others_read(package, conversions) -> None:
+    """Of tied weights the embedding is kept: vLLM reads no other name, and does not say that one is missing."""
+    load(package)
+    with safetensors.safe_open(package.converted / "model.safetensors", "pt") as weights:
+        names = set(weights.keys())
+    assert {"model.embed_tokens.weight"} == names & {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def flip_a_bit(folder):

@@ -28,6 +28,30 @@ def run_script(tmp_path_factory) -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(scope="session")
+def one_process(run_script) -> dict[str, Any]:
+    """Run the quick cases on engines in one process, one after the other, and return what each found."""
+    return run_script("one_process.py")
+
+
+@pytest.fixture(scope="session")
+def one_process_slow(run_script) -> dict[str, Any]:
+    """Run the slow cases, and those that they are compared with."""
+    return run_script("one_process.py", "--slow", timeout_s=1200.0)
+
+
+@pytest.fixture
+def script_environment() -> dict[str, str]:
+    """Return the environment for a script that a test starts itself."""
+    return os.environ | {"PYTHONPATH": _python_path()}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(run_script) -> Path:
+    """Return the folder of a tiny Llama."""
+    return Path(run_script("write_models.py"))
+
+
 def _python_path() -> str:
     """Let the processes of vLLM find the scripts, behind what the caller wants found first (an older vLLM, say)."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SCRIPTS)]))

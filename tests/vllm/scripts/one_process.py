@@ -1,167 +1,48 @@
-"""Run cases on real engines in this process, one after the other: ``one_process.py FOLDER CASE...``.
+"""Run cases on real engines in this process, one after the other: ``one_process.py FOLDER [--slow] [--all] [CASE...]``.
 
-Prints a JSON object with what each case found. Answers are compared where they are known, so that little is printed.
+Without names the quick cases are run, with ``--slow`` the others. With ``--all`` both are, and one that raises is told
+as ``{"error": ...}`` and ends no other. Prints a JSON object with what each case found. Answers are compared where they
+are known, so that little is printed.
 """
 
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
-from engine import Engine, prompt
+from aborts import abort_at_each_point
+from answers import RETURNING, chunked_prefill, crowd, returning, shared_prefix, with_fault
+from engine import Engine, beside_another
+from resets import outdated_load, reset_device_only, reset_running_store, reset_twice, sleep_and_wake
 from tiny_llama import write_model
 
 import vllm
-from kvmoor.testing import ScriptedCopies
-
-RETURNING = [*map(prompt, (1, 2, 3, 1, 2, 1)), prompt(4, 320), prompt(5), prompt(6), prompt(4, 320)]
-"""Prompts of 9 or 10 device blocks; a device cache of 23 holds two of them, and the last is exactly 10 blocks."""
 
 
-def _returning(engine: Engine) -> dict[str, Any]:
-    if engine.llm.llm_engine.vllm_config.kv_transfer_config is not None:
-        engine.wait_ready()
-    asked = [engine.ask(tokens) for tokens in RETURNING]
-    return {
-        "answers": [answer for answer, _ in asked],
-        "cached": [cached for _, cached in asked],
-        "metrics": engine.metrics(),
-    }
+@dataclass(frozen=True)
+class Case:
+    """A case, and by which other one its answers are judged; without one it judges itself, as ``same``."""
 
-
-def returning(model: Path, mode: Any, **options: Any) -> dict[str, Any]:
-    """Ask prompts again that the device's cache has dropped meanwhile."""
-    engine = Engine(model, mode, **options)
-    try:
-        return _returning(engine)
-    finally:
-        engine.close()
-
-
-def with_fault(model: Path, queue: str, **options: Any) -> dict[str, Any]:
-    """Let the first load, or the first store, fail at its third block."""
-    with ScriptedCopies() as scripted:
-        scripted.fail_at(2, queue=queue)
-        found = returning(model, "connector", copy_hook=scripted, **options)
-        return found | {"num_failed": scripted.num_failed}
-
-
-def crowd(model: Path, mode: Any, *, as_if_zeroing: bool = False, **options: Any) -> dict[str, Any]:
-    """Answer eight requests at once, twice, on a device too small for them: they preempt each other."""
-    engine = Engine(model, mode, device_blocks=20, **options)
-    engine.sampling.max_tokens = 80  # so that answers grow into blocks that others have
-    if as_if_zeroing:  # as the other model runner does, before it lets stores of the old content begin
-        engine.connector._overwrites_before_flush = engine.connector._zeroes_blocks = True
-    try:
-        shared = prompt(9, 128)
-        answers: list[list[int]] = []
-        for _ in range(2):
-            names = [engine.add([*shared, *prompt(seed, 100 + 13 * seed)]) for seed in range(8)]
-            found = engine.drain()
-            answers += [found[name] for name in names]
-        if mode == "off":
-            return {"answers": answers}
-        engine.connector.scheduler_side.coordinator.check_invariants()
-        num_open = len(engine.connector.scheduler_side._open)
-        return {"answers": answers, "open": num_open, "metrics": engine.metrics()}
-    finally:
-        engine.close()
-
-
-def reset_twice(model: Path) -> dict[str, Any]:
-    """Reset with stores in flight, and again before the next step."""
-    engine = Engine(model, "connector", device_blocks=40)
-    try:
-        engine.wait_ready()
-        reference, _ = engine.ask(prompt(1))
-        engine.add(prompt(2), "b")
-        engine.step()
-        jobs = len(engine.connector.connector_scheduler._jobs)
-        resets = [engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True) for _ in range(2)]
-        stored_after = engine.connector.scheduler_side.coordinator.statistics()
-        answers = engine.drain()
-        again, _ = engine.ask(prompt(1))
-        engine.connector.scheduler_side.coordinator.check_invariants()
-        return {
-            "jobs": jobs,
-            "resets": resets,
-            "ready_after_reset": stored_after.ready,
-            "answered": sorted(answers),
-            "same": again == reference,
-            "held_back": len(engine.connector.scheduler_side._from_before_reset),
-        }
-    finally:
-        engine.close()
-
-
-def reset_device_only(model: Path) -> dict[str, Any]:
-    """Empty the device's cache alone while a request runs whose prefix the host holds."""
-    engine = Engine(model, "connector", device_blocks=40)
-    try:
-        engine.wait_ready()
-        reference, _ = engine.ask(prompt(1))
-        name = engine.add(prompt(1))
-        engine.step()
-        engine.step()
-        reset = engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
-        return {"reset": reset, "same": engine.drain()[name] == reference}
-    finally:
-        engine.close()
-
-
-def abort(model: Path) -> dict[str, Any]:
-    """Abort requests after 0 to 5 steps, cold ones and ones that load; nothing may stay leased."""
-    engine = Engine(model, "connector")
-    try:
-        engine.wait_ready()
-        reference = [engine.ask(prompt(seed))[0] for seed in (1, 2, 3)]
-        for num_steps in range(6):
-            for seed in (1, 10 + num_steps):
-                name = engine.add(prompt(seed))
-                for _ in range(num_steps):
-                    engine.step()
-                engine.llm.llm_engine.abort_request([name])
-                engine.drain()
-        again = [engine.ask(prompt(seed))[0] for seed in (1, 2, 3)]
-        engine.drain()
-        statistics = engine.connector.scheduler_side.coordinator.statistics()
-        engine.connector.scheduler_side.coordinator.check_invariants()
-        return {"same": again == reference, "leased": statistics.leased, "writing": statistics.writing}
-    finally:
-        engine.close()
-
-
-def outdated_load(model: Path) -> dict[str, Any]:
-    """Reset while a load is under way: it must not bring back what was to be forgotten."""
-    with ScriptedCopies() as scripted:
-        engine = Engine(model, "connector", copy_hook=scripted)
-        try:
-            engine.wait_ready()
-            reference, _ = engine.ask(prompt(1))
-            for seed in (2, 3):
-                engine.ask(prompt(seed))
-            held = scripted.hold("load")
-            name = engine.add(prompt(1))
-            engine.step()
-            assert held.wait_reached(10.0)
-            engine.core.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
-            held.release()
-            answers = engine.drain()
-            found = {"same": answers[name] == reference, "num_loaded": scripted.num_copies("load")}
-            return found | {"cached_again": engine.ask(prompt(2))[1], "metrics": engine.metrics()}
-        finally:
-            engine.close()
+    run: Callable[[], dict[str, Any]]
+    reference: str = ""
+    is_slow: bool = False
+    is_control: bool = False
+    """Its answers have to differ."""
+    since: str = "0.30"
+    """The first version of vLLM that has what is tried, on CPUs."""
 
 
 def events(model: Path) -> dict[str, Any]:
     """Follow vLLM's events: what they say is in host memory is what is there, and chunks are told by their hashes."""
     config = {"enable_kv_cache_events": True, "publisher": "null"}
-    engine = Engine(model, "connector", host_memory="3MiB", llm_options={"kv_events_config": config})
-    try:
+    with Engine(model, "connector", host_memory="3MiB", llm_options={"kv_events_config": config}) as engine:
         engine.wait_ready()
         batches: list[Any] = []
         engine.core.scheduler.kv_event_publisher.publish = batches.append
@@ -176,51 +57,96 @@ def events(model: Path) -> dict[str, Any]:
                 there |= set(event.block_hashes)
             else:
                 there -= set(event.block_hashes)
-        return {
-            "kinds": sorted(kinds),
-            "told": len(there),
-            "there": engine.connector.scheduler_side.coordinator.statistics().ready,
-        }
-    finally:
-        engine.close()
+        ready = engine.connector.scheduler_side.coordinator.statistics().ready
+        return {"kinds": sorted(kinds), "told": len(there), "there": ready, "same": len(there) == ready}
+
+
+def all_cases(folder: Path) -> dict[str, Case]:
+    """Return the cases in the order in which they are run."""
+    model = write_model(folder / "full")
+    windows = write_model(folder / "windows", sliding_window=96)
+    short: dict[str, Any] = {"llm_options": {"max_model_len": 352}}  # with two groups a request takes more blocks
+    in_step: dict[str, Any] = {"sync_load_budget_bytes": 1 << 30}
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return {
+        "off": Case(lambda: returning(model, "off")),
+        "connector": Case(lambda: returning(model, "connector"), "off"),
+        "changed_bytes": Case(lambda: returning(model, "connector", flip_loaded_bytes=True), "off", is_control=True),
+        "chunks": Case(lambda: returning(model, "connector", blocks_per_chunk=4), "off"),
+        "small_host": Case(lambda: returning(model, "connector", host_memory="3MiB"), "off"),
+        "failed_load": Case(lambda: with_fault(model, "load"), "off"),
+        "failed_store": Case(lambda: with_fault(model, "store"), "off"),
+        "spec": Case(lambda: returning(model, "spec"), "off"),
+        "windows_off": Case(lambda: returning(windows, "off", **short)),
+        "windows": Case(lambda: returning(windows, "connector", **short), "windows_off"),
+        "chunked_off": Case(lambda: chunked_prefill(model, "off")),
+        "chunked": Case(lambda: chunked_prefill(model, "connector"), "chunked_off"),
+        "crowd_off": Case(lambda: crowd(model, "off")),
+        "crowd": Case(lambda: crowd(model, "connector"), "crowd_off"),
+        "shared_off": Case(lambda: shared_prefix(model, "off")),
+        "shared": Case(lambda: shared_prefix(model, "connector"), "shared_off"),
+        "abort": Case(lambda: abort_at_each_point(model)),
+        "reset_twice": Case(lambda: reset_twice(model)),
+        "reset_running_store": Case(lambda: reset_running_store(model)),
+        "outdated_load": Case(lambda: outdated_load(model)),
+        "tiny_host": Case(lambda: returning(model, "connector", host_memory="1MiB"), "off", is_slow=True),
+        "windows_failed_load": Case(lambda: with_fault(windows, "load", **short), "windows_off", is_slow=True),
+        "windows_chunks": Case(
+            lambda: returning(windows, "connector", blocks_per_chunk=4, **short), "windows_off", True, since="0.33"
+        ),
+        "chunked_chunks": Case(
+            lambda: chunked_prefill(model, "connector", blocks_per_chunk=4), "chunked_off", is_slow=True
+        ),
+        "crowd_chunks": Case(
+            lambda: crowd(model, "connector", blocks_per_chunk=2, host_memory="4MiB"), "crowd_off", is_slow=True
+        ),
+        "crowd_zeroing": Case(lambda: crowd(model, "connector", as_if_zeroing=True), "crowd_off", is_slow=True),
+        "crowd_slow_stores": Case(lambda: crowd(model, "connector", slow_stores=True), "crowd_off", is_slow=True),
+        "shared_chunks": Case(
+            lambda: shared_prefix(model, "connector", blocks_per_chunk=4), "shared_off", is_slow=True
+        ),
+        "reset_device_only": Case(lambda: reset_device_only(model), is_slow=True),
+        "events": Case(lambda: events(model), is_slow=True),
+        "sync_loads": Case(lambda: returning(model, "connector", **in_step), "off", is_slow=True, since="0.33"),
+        "failed_sync_load": Case(
+            lambda: with_fault(model, "expedited load", **in_step), "off", is_slow=True, since="0.33"
+        ),
+        "sleep": Case(lambda: sleep_and_wake(model), is_slow=True, since="0.33"),
+        "abort_beside": Case(
+            # An empty folder: the other connector cannot load what it finds there of a longer step.
+            lambda: abort_at_each_point(model, kv_transfer_config=beside_another(Path(mkdtemp(dir=folder)))),
+            is_slow=True,
+        ),
+        # The last: vLLM cannot always start an engine in a process that has guessed tokens.
+        "abort_guessing": Case(
+            lambda: abort_at_each_point(model, speculative_config=guesses), is_slow=True, since="0.31"
+        ),
+    }
 
 
 def main() -> None:
-    folder, *chosen = sys.argv[1:]
-    model = write_model(Path(folder) / "full")
-    windows = write_model(Path(folder) / "windows", sliding_window=96)
-    short = {"llm_options": {"max_model_len": 352}}  # with two groups a request takes more blocks
-    cases: dict[str, Callable[[], dict[str, Any]]] = {
-        "off": lambda: returning(model, "off"),
-        "connector": lambda: returning(model, "connector"),
-        "spec": lambda: returning(model, "spec"),
-        "control": lambda: returning(model, "connector", flip_loaded_bytes=True),
-        "chunks": lambda: returning(model, "connector", blocks_per_chunk=4),
-        "small_host": lambda: returning(model, "connector", host_memory="3MiB"),
-        "tiny_host": lambda: returning(model, "connector", host_memory="1MiB"),
-        "failed_load": lambda: with_fault(model, "load"),
-        "failed_store": lambda: with_fault(model, "store"),
-        "windows_off": lambda: returning(windows, "off", **short),
-        "windows": lambda: returning(windows, "connector", **short),
-        "windows_failed_load": lambda: with_fault(windows, "load", **short),
-        "crowd_off": lambda: crowd(model, "off"),
-        "crowd": lambda: crowd(model, "connector"),
-        "crowd_chunks": lambda: crowd(model, "connector", blocks_per_chunk=2, host_memory="4MiB"),
-        "crowd_zeroing": lambda: crowd(model, "connector", as_if_zeroing=True),
-        "reset_twice": lambda: reset_twice(model),
-        "reset_device_only": lambda: reset_device_only(model),
-        "abort": lambda: abort(model),
-        "outdated_load": lambda: outdated_load(model),
-        "events": lambda: events(model),
-    }
-    if vllm.__version__ >= "0.33":
-        budget = {"sync_load_budget_bytes": 1 << 30}
-        cases["sync_loads"] = lambda: returning(model, "connector", **budget)
-        cases["failed_sync_load"] = lambda: with_fault(model, "expedited load", **budget)
-    found: dict[str, Any] = {"version": vllm.__version__}
-    for name in chosen or cases:
+    folder = Path(sys.argv[1])
+    flags = {argument for argument in sys.argv[2:] if argument.startswith("--")}
+    chosen = set(sys.argv[2:]) - flags
+    cases = {name: case for name, case in all_cases(folder).items() if vllm.__version__ >= case.since}
+    if chosen:
+        cases = {name: case for name, case in cases.items() if name in chosen}
+    elif "--all" not in flags:
+        references = {case.reference for case in cases.values() if case.is_slow and case.reference}
+        slow = "--slow" in flags
+        cases = {name: each for name, each in cases.items() if each.is_slow == slow or (slow and name in references)}
+    found: dict[str, Any] = {"version": vllm.__version__, "references": {}, "controls": []}
+    for name, case in cases.items():
         print(f"case {name}", file=sys.stderr, flush=True)
-        found[name] = cases[name]()
+        try:
+            found[name] = case.run()
+        except Exception:
+            if "--all" not in flags:
+                raise
+            found[name] = {"error": traceback.format_exc()}
+            traceback.print_exc()
+        found["references"][name] = case.reference
+        found["controls"] += [name] if case.is_control else []
     print(json.dumps(found))
 
 

@@ -1,6 +1,7 @@
-"""Ask returning prompts of an engine in processes of its own: ``several_processes.py FOLDER MODE RANKS``.
+"""Ask returning prompts of an engine in processes of its own: ``several_processes.py FOLDER MODE TENSOR PIPELINE``.
 
-MODE is off, connector, spec or faulty (see ``faulty_connector``). Prints a JSON object.
+MODE is off, connector, spec or faulty (see ``faulty_connector``), TENSOR and PIPELINE the sizes of these two kinds of
+parallelism. Prints a JSON object.
 """
 
 import json
@@ -21,8 +22,11 @@ SEEDS = (1, 2, 3, 1, 2, 1)
 
 
 def main() -> None:
-    folder, mode, ranks = sys.argv[1:]
-    options: dict[str, Any] = {"tensor_parallel_size": int(ranks)}
+    folder, mode, tensor, pipeline = sys.argv[1:]
+    options: dict[str, Any] = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
+    if int(pipeline) > 1:
+        # Without a warm-up, which eager mode leaves out, vLLM's CPU worker has no room for what the first ranks send.
+        options |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
     if mode != "off":
         options["kv_transfer_config"] = transfer_config("spec" if mode == "spec" else "connector")
     if mode == "faulty":
