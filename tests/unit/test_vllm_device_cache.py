@@ -136,7 +136,7 @@ def make_side(blocks_per_chunk: int = 1) -> SchedulerSide:
         tokens_per_block=[16, 16],
         blocks_per_chunk=blocks_per_chunk,
     )
-    side = SchedulerSide(Coordinator(2, eviction="device-lru"), keys, num_groups=2, num_ranks=1)
+    side = SchedulerSide(Coordinator(2, eviction="device-lru"), keys, num_groups=2, num_ranks=1, job_timeout_s=30.0)
     side.publish([SlotRange(group, 0, 4 * blocks_per_chunk) for group in (0, 1)])
     return side
 

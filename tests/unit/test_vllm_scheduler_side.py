@@ -14,14 +14,27 @@ A, B, C, D = (name.encode().ljust(32) + bytes(4) for name in "abcd")
 OTHER_GROUP = b"a".ljust(32) + (1).to_bytes(4, "big")
 
 
-def make_side(*, blocks_per_chunk: int = 1, num_slots: int = 4, num_ranks: int = 1) -> SchedulerSide:
+TIMEOUT_S = 30.0
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_side(
+    *, blocks_per_chunk: int = 1, num_slots: int = 4, num_ranks: int = 1, clock: Clock | None = None
+) -> SchedulerSide:
     keys = ChunkKeys(
         Namespace(model="m", layout_fingerprint=bytes(32)),
         group_ids=[0, 1],
         tokens_per_block=[16, 16],
         blocks_per_chunk=blocks_per_chunk,
     )
-    side = SchedulerSide(Coordinator(2), keys, num_groups=2, num_ranks=num_ranks)
+    options = {"num_groups": 2, "num_ranks": num_ranks, "job_timeout_s": TIMEOUT_S}
+    side = SchedulerSide(Coordinator(2), keys, **options, clock=clock or Clock())
     for _ in range(num_ranks):
         side.publish([SlotRange(0, 0, num_slots), SlotRange(1, 0, num_slots)])
     return side
@@ -182,3 +195,63 @@ def test_requests_that_load_the_same_are_told_apart(side) -> None:
     assert 1 == side.coordinator.statistics().leased
     side.complete_load("one", {A})
     assert 0 == side.coordinator.statistics().leased
+
+
+def test_a_store_that_takes_too_long_is_waited_for_by_nobody() -> None:
+    """A copy that is never proven over keeps its slots, not the requests that share its prefix."""
+    clock = Clock()
+    side = make_side(clock=clock)
+    side.prepare_store("r", [A, B])
+    clock.now_s = TIMEOUT_S
+    side.give_up_overdue_stores()
+    assert WRITING is side.lookup(A)
+
+    clock.now_s += 0.1
+    side.give_up_overdue_stores()
+
+    assert ABSENT is side.lookup(A)
+    assert (0, 2) == (side.coordinator.statistics().writing, side.coordinator.statistics().held)
+    assert 1 == side.take_counts().failed_stores
+    store(side, A, B, request="other")
+    assert READY is side.lookup(A)
+    side.complete_store("r", {A, B})
+    assert (2, 0) == (side.coordinator.statistics().ready, side.coordinator.statistics().held)
+    side.coordinator.check_invariants()
+
+
+def test_a_load_that_takes_long_keeps_its_lease() -> None:
+    """Only stores are given up here: a rank says when a load is over, or ends the engine."""
+    clock = Clock()
+    side = make_side(clock=clock)
+    store(side, A)
+    side.prepare_load("r", [A])
+    clock.now_s = 10 * TIMEOUT_S
+    side.give_up_overdue_stores()
+
+    assert READY is side.lookup(A)
+    side.complete_load("r", {A})
+    side.coordinator.check_invariants()
+
+
+def test_a_failed_store_that_is_not_over_is_not_begun_again(side) -> None:
+    """VLLM names a job by request and chunks, so two of one name could not be told apart: it is asked to try later."""
+    order_id = side.prepare_store("r", [A, B]).slots.order_id
+    side.note_failed([order_id])
+
+    assert side.prepare_store("r", [A, B]) is None
+    side.complete_store("r", {A, B})
+    assert [A, B] == side.prepare_store("r", [A, B]).keys
+    side.complete_store("r", {A, B})
+    assert READY is side.lookup(B)
+
+
+def test_a_store_that_failed_before_a_reset_gives_its_slots_back(side) -> None:
+    """Its slots stay out of use until no rank works on it any more, and are free then."""
+    side.note_failed([side.prepare_store("r", [A, B]).slots.order_id])
+    side.reset()
+    assert 2 == side.coordinator.statistics().held
+
+    side.note_reset_flushed()
+
+    assert 0 == side.coordinator.statistics().held
+    store(side, A, B, C, D)

@@ -9,7 +9,13 @@ import pytest
 
 from kvmoor.integrations.vllm.messages import HostSlots
 from kvmoor.integrations.vllm.rank_sizes import RankSizes, least_slots
-from kvmoor.integrations.vllm.shared_copy import ATTACHED, TicketReader, TicketRoute, why_each_rank_keeps_a_copy
+from kvmoor.integrations.vllm.shared_copy import (
+    ATTACH_ATTEMPTS,
+    ATTACHED,
+    TicketReader,
+    TicketRoute,
+    why_each_rank_keeps_a_copy,
+)
 from kvmoor.integrations.vllm.worker_side import WorkerSide
 from kvmoor.transfer_messages import OrderId, SlotRange
 from reading_rig import JOB_TIMEOUT_S, NUM_SLOTS, WAIT_S, Owner, Reader
@@ -111,7 +117,9 @@ def test_a_reader_says_why_it_cannot_attach(owner, reader, caplog) -> None:
     ticket = owner.worker.ticket()
     owner.worker.close(WAIT_S)
     with caplog.at_level(logging.ERROR, "kvmoor"):
-        taker.take(ticket, reader.worker)
+        for _ in range(ATTACH_ATTEMPTS):
+            assert {} == taker.take_answers()
+            taker.take(ticket, reader.worker)
 
     (answer,) = taker.take_answers().values()
     assert "the owner closed its arena" in answer
@@ -120,6 +128,24 @@ def test_a_reader_says_why_it_cannot_attach(owner, reader, caplog) -> None:
     assert [(7, None)] == [(job.job_id, job.nbytes) for job in side.get_finished()]
     (failed,) = side.take_failed()
     assert "before the ticket" in failed.reason
+
+
+def test_what_is_short_at_one_step_may_be_there_at_the_next(owner, reader, monkeypatch) -> None:
+    """A reader that cannot attach tries again, whatever kept it, and says nothing before."""
+    attach, errors = reader.worker.attach, [OSError(24, "Too many open files"), MemoryError()]
+
+    def fail_twice(ticket: object) -> None:
+        if errors:
+            raise errors.pop()
+        attach(ticket)
+
+    monkeypatch.setattr(reader.worker, "attach", fail_twice)
+    taker = TicketReader(1)
+    for _ in range(3):
+        assert {} == taker.take_answers()
+        taker.take(owner.worker.ticket(), reader.worker)
+
+    assert {1: ATTACHED} == taker.take_answers()
 
 
 def test_who_keeps_the_copy_answers_no_ticket(owner) -> None:

@@ -105,6 +105,17 @@ def test_a_job_that_fails_is_over_and_told_beside(make_rank, scripted, kind) -> 
     assert "scripted failure" in failed.reason
 
 
+def test_failures_that_nobody_asks_for_are_not_kept(make_rank, scripted) -> None:
+    """Where they cannot be told they would only add up, one for each store of a broken lane."""
+    rank = make_rank(failures_are_told=False)
+    scripted.fail_at(0, queue="store")
+    rank.store(1, [0], [0])
+    rank.side.wait([1])
+
+    assert [(1, None)] == [(job.job_id, job.nbytes) for job in rank.side.get_finished()]
+    assert [] == rank.side.take_failed()
+
+
 def test_a_job_that_cannot_be_queued_fails_too(make_rank) -> None:
     """Blocks that do not exist fail their job; nothing is raised into the engine's step."""
     rank = make_rank()

@@ -79,6 +79,7 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             self._follows_device_cache = settings.eviction == "device-lru"
             self._device_cache: DeviceCacheWatch | None = None
             self._store_orders: dict[int, int] = {}  # by job id, until the job is over
+            self._tables_of_sync_step: list[list[int]] = []
         else:
             require_attributes(self.connector_worker, "worker", "spec", "_unsubmitted_store_jobs", "_is_store_writer")
             self.connector_worker.spec.ranks_on_host = parallel.local_world_size
@@ -177,6 +178,8 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
             # This runner zeroes and copies blocks before it lets stores of their former content begin.
             flushed = self._store_orders.keys() & (meta.jobs_to_flush or ())
             self.scheduler_side.note_failed(self._store_orders[job_id] for job_id in flushed)
+        if any(getattr(job, "sync", False) for job in meta.load_jobs.values()):
+            self._tables_of_sync_step = list(self._block_tables())  # a request may be aborted before the step's output
         return KvmoorConnectorMetadata(
             meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, self._reset_epoch, self._ticket_route.to_pass
         )
@@ -184,9 +187,9 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of what the workers did: failures first, because vLLM completes the jobs next."""
         if connector_output.invalid_block_ids:
-            requests = self.connector_scheduler._req_status  # noqa: SLF001 - those that may have such blocks
-            tables = (table for each in requests for table in self._kv_cache_manager.get_block_ids(each))
+            tables = (*self._tables_of_sync_step, *self._block_tables())
             self._kv_cache_manager.evict_blocks(blocks_behind(connector_output.invalid_block_ids, tables))
+        self._tables_of_sync_step = []
         meta = connector_output.kv_connector_worker_meta
         was_open = self._reset_fence.is_open
         if isinstance(meta, KvmoorWorkerMetadata):
@@ -202,6 +205,11 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
         jobs = self.connector_scheduler._jobs  # noqa: SLF001 - there is no other way to learn which are over
         if len(self._store_orders) > len(jobs):
             self._store_orders = {job_id: order for job_id, order in self._store_orders.items() if job_id in jobs}
+
+    def _block_tables(self) -> Iterator[list[int]]:
+        """Return the device blocks of each request, in order; where blocks were freed already, none."""
+        for request in self.connector_scheduler._req_status:  # noqa: SLF001 - those that may have loaded blocks
+            yield from map(list, self._kv_cache_manager.get_block_ids(request))
 
     def reset_cache(self) -> bool | None:
         """Forget everything that is stored, stores in flight included."""

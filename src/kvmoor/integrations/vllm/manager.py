@@ -73,6 +73,10 @@ class KvmoorManager(OffloadingManager):  # type: ignore[misc]  # vLLM counts as 
             self.side.note_failed([self.side.running_store(req_context.req_id, keys)])
         self.side.complete_store(req_context.req_id, keys)
 
+    def on_schedule_end(self, _context: Any) -> None:
+        """Give up stores that take too long; vLLM calls it once a step."""
+        self.side.give_up_overdue_stores()
+
     def touch(self, _keys: Collection[bytes], _req_context: Any) -> None:
         """Do nothing: uses count when they are loaded or offered again."""
 

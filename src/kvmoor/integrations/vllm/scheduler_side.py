@@ -7,7 +7,8 @@ vLLM names jobs by request and keys and cannot say that one failed. So every ord
 vLLM completes it, which is when all ranks have reported it, and what failed meanwhile is noted here.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,11 +51,21 @@ class SchedulerSide:
     """Decide what vLLM's scheduler asks. One thread at a time; no call waits, copies or asks a worker.
 
     `num_ranks` workers each hold their own part of every block, further ranks none. A block is found only once all of
-    them have stored theirs, and slots are handed out only once all of them have them. `events` tells what was stored
-    and removed.
+    them have stored theirs, and slots are handed out only once all of them have them. A store that they have not all
+    reported after `job_timeout_s` is given up: a request that wants its blocks would wait for it. `events` tells what
+    was stored and removed.
     """
 
-    def __init__(self, coordinator: Coordinator, keys: ChunkKeys, *, num_groups: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        keys: ChunkKeys,
+        *,
+        num_groups: int,
+        num_ranks: int,
+        job_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.events = ChunkEvents()
         self._coordinator = coordinator
         self._keys = keys
@@ -64,7 +75,9 @@ class SchedulerSide:
         self._capacity: tuple[int, ...] | None = None
         self._open: dict[_JobName, _OpenOrder] = {}
         self._by_id: dict[OrderId, _OpenOrder] = {}
-        self._from_before_reset: dict[OrderId, OrderKind] = {}
+        self._from_before_reset: list[_OpenOrder] = []
+        self._job_timeout_s = job_timeout_s
+        self._clock = clock
         self._counts = PluginCounts()
 
     @property
@@ -122,6 +135,11 @@ class SchedulerSide:
         self._counts.evicted_blocks += sum(len(digests) for _, digests in decision.evicted)
         chunks = dict(zip(offload_keys, blocks, strict=True))
         new_keys, slots = self._slots_of_new_blocks(chunks, decision.order, decision.positions)
+        if (decision.order.kind, request, frozenset(new_keys)) in self._open:
+            # A store of the same name has failed and is not over: vLLM could not say which of the two it completes.
+            self._coordinator.withdraw(decision.order.order_id)
+            self._counts.declined_stores += len(offload_keys)
+            return None
         self._remember(decision.order, request, list(new_keys), [key for keys in new_keys.values() for key in keys])
         return PreparedStore(list(new_keys), HostSlots(decision.order.order_id, slots), evicted)
 
@@ -138,8 +156,8 @@ class SchedulerSide:
     def note_failed(self, order_ids: Iterable[int]) -> None:
         """Take note that an order failed on some rank. What it was to load is in doubt, and is not found from now on.
 
-        Its slots stay as they are until vLLM completes it: other ranks may still be copying. Orders from before a reset
-        are of no interest any more.
+        Nobody finds or waits for its blocks from now on. Its slots stay out of use until vLLM completes it: other ranks
+        may still be copying. Orders from before a reset are of no interest any more.
         """
         for order_id in order_ids:
             order = self._by_id.get(OrderId(order_id))
@@ -148,10 +166,22 @@ class SchedulerSide:
             order.outcome = Outcome.FAILED
             if order.kind is OrderKind.DEVICE_TO_SLOT:
                 self._counts.failed_stores += 1
+                self._report(order, Outcome.ABANDONED)
             else:
                 self._counts.failed_loads += 1
                 self._coordinator.forget(order.keys)
                 self.events.note_dropped(order.chunks)
+
+    def give_up_overdue_stores(self) -> None:
+        """Let nobody wait any more for stores that ranks have not reported in time; to be called once a step."""
+        before_s = self._clock() - self._job_timeout_s
+        self.note_failed(
+            [
+                order.order_id
+                for order in self._open.values()
+                if order.begun_s < before_s and order.kind is OrderKind.DEVICE_TO_SLOT
+            ]
+        )
 
     def note_left_device(self, block_keys: Iterable[bytes]) -> None:
         """Take note that vLLM's own cache has dropped device blocks just now, of one prompt the first one first.
@@ -174,14 +204,14 @@ class SchedulerSide:
         self._coordinator.reset()
         self._keys.next_epoch()
         self.events.clear()
-        self._from_before_reset.update((order.order_id, order.kind) for order in self._open.values())
+        self._from_before_reset += self._open.values()
         self._open.clear()
         self._by_id.clear()
 
     def note_reset_flushed(self) -> None:
         """Take note that no rank works on anything from before the last reset any more."""
-        for order_id, kind in self._from_before_reset.items():
-            self._coordinator.handle_report(Report(order_id, kind, Outcome.FAILED, nbytes=0, seconds=0.0))
+        for order in self._from_before_reset:
+            self._report_end(order, Outcome.FAILED)
         self._from_before_reset.clear()
 
     def take_counts(self) -> PluginCounts:
@@ -230,13 +260,22 @@ class SchedulerSide:
     def _remember(self, order: Order, request: str, chunks: Sequence[bytes], keys: list[BlockKey]) -> None:
         name = (order.kind, request, frozenset(chunks))
         assert name not in self._open, f"request {request} has this {order.kind.value} in flight already"
-        self._open[name] = self._by_id[order.order_id] = _OpenOrder(order.order_id, order.kind, tuple(chunks), keys)
+        opened = _OpenOrder(order.order_id, order.kind, tuple(chunks), keys, self._clock())
+        self._open[name] = self._by_id[order.order_id] = opened
 
     def _complete(self, kind: OrderKind, request: str, offload_keys: Collection[bytes]) -> "_OpenOrder":
         order = self._open.pop((kind, request, frozenset(offload_keys)))
         del self._by_id[order.order_id]
-        self._coordinator.handle_report(Report(order.order_id, kind, order.outcome, nbytes=0, seconds=0.0))
+        self._report_end(order, order.outcome)
         return order
+
+    def _report_end(self, order: "_OpenOrder", outcome: Outcome) -> None:
+        """Tell that no rank works on an order any more."""
+        has_failed_before = order.kind is OrderKind.DEVICE_TO_SLOT and order.outcome is Outcome.FAILED
+        self._report(order, Outcome.SETTLED if has_failed_before else outcome)
+
+    def _report(self, order: "_OpenOrder", outcome: Outcome) -> None:
+        self._coordinator.handle_report(Report(order.order_id, order.kind, outcome, nbytes=0, seconds=0.0))
 
 
 @dataclass(slots=True)
@@ -247,4 +286,5 @@ class _OpenOrder:
     kind: OrderKind
     chunks: tuple[bytes, ...]
     keys: list[BlockKey]
+    begun_s: float
     outcome: Outcome = Outcome.DONE

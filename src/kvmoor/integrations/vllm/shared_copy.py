@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvmoor.errors import KvmoorError
 from kvmoor.host_memory.ticket import ArenaTicket
 from kvmoor.reading_worker import ReadingWorker
 from kvmoor.transfer_messages import SlotRange
@@ -21,6 +20,10 @@ _log = logging.getLogger("kvmoor")
 
 OWNER_RANK: Final = 0
 """Who keeps the copy: vLLM has this rank submit the stores."""
+
+ATTACH_ATTEMPTS: Final = 20
+"""At how many steps a reader tries to attach before it gives up: what is short at one may be there at the next, such as
+descriptors. Guessed."""
 
 ATTACHED: Final = ""
 """What a reader answers that can read; any other answer is the reason why it cannot."""
@@ -71,6 +74,7 @@ class TicketReader:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._num_attempts = 0
         self._has_answered = False
         self._answers: dict[int, str] = {}
 
@@ -78,14 +82,17 @@ class TicketReader:
         """Take what the metadata of a step brings. A worker that cannot attach loads nothing; the engine goes on."""
         if ticket is None or self._has_answered or not isinstance(worker, ReadingWorker):
             return
-        self._has_answered = True
+        self._num_attempts += 1
         try:
             worker.attach(ticket)
-        except (KvmoorError, OSError) as error:
+        except Exception as error:  # whatever it is, the engine goes on without offloading
+            if self._num_attempts < ATTACH_ATTEMPTS:
+                return
             _log.error("the one copy of host memory cannot be read here: %s", error)
             self._answers[self._rank] = f"{error}" or type(error).__name__
         else:
             self._answers[self._rank] = ATTACHED
+        self._has_answered = True
 
     def take_answers(self) -> dict[int, str]:
         """Return what was not told yet: nothing, or the answer by rank."""

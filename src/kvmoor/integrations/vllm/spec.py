@@ -80,7 +80,8 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
         if parallel.rank == 0:
             _log.warning(
                 "KvmoorSpec runs without the channels of KvmoorConnector: a load that keeps failing ends the engine, "
-                "and all ranks have to be on this host"
+                "all ranks have to be on this host, and what vLLM itself gets wrong around resets, zeroed blocks and "
+                "failed loads stays so (docs/vllm.md)"
             )
 
     @classmethod
@@ -106,7 +107,13 @@ class KvmoorSpec(OffloadingSpec):  # type: ignore[misc]
             )
             coordinator = Coordinator(num_groups, eviction=self.settings.eviction)
             num_ranks = 1 if self.replicated_layout else config.parallel.world_size
-            side = SchedulerSide(coordinator, keys, num_groups=num_groups, num_ranks=num_ranks)
+            side = SchedulerSide(
+                coordinator,
+                keys,
+                num_groups=num_groups,
+                num_ranks=num_ranks,
+                job_timeout_s=self.settings.job_timeout_s,
+            )
             if config.enable_kv_cache_events:
                 side.events.keep()
             self._manager = KvmoorManager(side, self._host_status())

@@ -220,7 +220,8 @@ class WorkerSide:
     def _end_failed(self, job_id: int, order_id: OrderId, reason: str) -> None:
         _log.warning("job %d (order %d) failed: %s", job_id, order_id, reason)
         self._ended.append(EndedJob(job_id, None, None))
-        self._failed.append(FailedJob(job_id, order_id, reason))
+        if self._failures_are_told:
+            self._failed.append(FailedJob(job_id, order_id, reason))
 
 
 @dataclass(slots=True)
