@@ -64,6 +64,38 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(name):
         replace(TICKET, **{name: WRONG_FIELDS[name]})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("owner", None),
+        ("owner", replace(TICKET.owner, pid=2**31)),
+        ("segments", None),
+        ("segments", 1),
+        ("segments", list(TICKET.segments)),
+        ("segments", (None, *TICKET.segments[1:])),
+        ("status", None),
+        ("groups", None),
+        ("groups", 1.5),
+        ("groups", "text"),
+        ("groups", (TICKET.segments[0],)),
+    ],
+)
+def test_a_record_of_the_wrong_kind_is_corrupt(name, value):
+    """What is no record, no tuple of records or no process id is refused by name, and never another error."""
+    ticket = pickle.loads(pickle.dumps(TICKET))
+    object.__setattr__(ticket, name, value)
+    with pytest.raises(CorruptDataError, match=f"{name}.* of a ticket is"):
+        ticket.check()
+
+
+def test_a_ticket_without_a_field_is_corrupt():
+    """Another version may pickle fewer fields: what is missing is named."""
+    ticket = pickle.loads(pickle.dumps(TICKET))
+    object.__delattr__(ticket, "groups")
+    with pytest.raises(CorruptDataError, match="lacks groups"):
+        ticket.check()
+
+
 def test_an_unpickled_ticket_can_be_checked():
     """Unpickling checks nothing, so whoever uses a ticket can."""
     ticket = pickle.loads(pickle.dumps(TICKET))

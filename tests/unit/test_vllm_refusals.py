@@ -1,5 +1,6 @@
 """Which configurations of vLLM are refused at start, and what a scheduler reads of its ranks' status segments."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from device_blocks import DeviceBlocks
 from kvmoor.devices.cpu import CpuDevice
-from kvmoor.errors import KvmoorError
+from kvmoor.errors import KvmoorError, SettingsError, UnsupportedError
 from kvmoor.host_memory.arena_plan import plan_arena
 from kvmoor.integrations.vllm.host_status import HostStatus
 from kvmoor.integrations.vllm.messages import HostSlots
@@ -27,6 +28,7 @@ def configuration(**changes):
         model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         attention_config=SimpleNamespace(hisparse_config=None),
         max_concurrent_batches=1,
     )
@@ -37,8 +39,8 @@ def configuration(**changes):
 
 
 def kv_cache_config(*windows):
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=window)) for window in windows or (None,)]
-    return SimpleNamespace(kv_cache_groups=groups)
+    specs = [SimpleNamespace(sliding_window=window, block_size=16) for window in windows or (None,)]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
 def test_an_ordinary_configuration_is_served() -> None:
@@ -82,6 +84,39 @@ def test_newer_versions_serve_more() -> None:
     config = configuration(model_config__enable_sleep_mode=True, kv_transfer_config__kv_connector_extra_config=extra)
 
     refuse_configuration(config, kv_cache_config(None, 96), is_before_033=False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "dcp_size", "is_refused"),
+    [
+        ({"block_size": 32}, 1, True),
+        ({"block_size": 16}, 1, False),
+        ({"block_size": 32}, 2, False),
+        ({"block_size": 64}, 2, True),
+        ({"blocks_per_chunk": None, "block_size": 32}, 1, True),
+        ({"blocks_per_chunk": 2, "block_size": None}, 1, True),
+        ({"blocks_per_chunk": 1}, 1, False),
+        ({"blocks_per_chunk": None}, 1, False),
+    ],
+)
+def test_chunks_of_several_blocks_are_known_in_both_spellings(extra, dcp_size, is_refused) -> None:
+    """Windows with chunks of several blocks are refused below 0.33, counted in blocks or in tokens."""
+    config = configuration(
+        kv_transfer_config__kv_connector_extra_config=extra, parallel_config__decode_context_parallel_size=dcp_size
+    )
+    with pytest.raises(UnsupportedError, match="sliding windows") if is_refused else nullcontext():
+        refuse_configuration(config, kv_cache_config(None, 96), is_before_033=True)
+    refuse_configuration(config, kv_cache_config(), is_before_033=True)
+
+
+@pytest.mark.parametrize("option", ["blocks_per_chunk", "block_size"])
+@pytest.mark.parametrize("value", ["x", "4", [4], 2.5, True, 0, -1])
+def test_a_size_of_chunks_is_a_whole_number(option, value) -> None:
+    """Whatever else stands there is named in a message, in every version."""
+    config = configuration(kv_transfer_config__kv_connector_extra_config={option: value})
+    for is_before_033 in (False, True):
+        with pytest.raises(SettingsError, match=f"{option} in kv_connector_extra_config is"):
+            refuse_configuration(config, kv_cache_config(), is_before_033=is_before_033)
 
 
 def test_a_scheduler_learns_from_status_segments() -> None:

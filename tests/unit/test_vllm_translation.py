@@ -176,6 +176,10 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
         least_slots([one], num_ranks=2)
     with pytest.raises(SettingsError, match=r"rank 0: \('s',\); rank 1: \('t',\)"):
         least_slots([one, two], num_ranks=2)
+    with pytest.raises(SettingsError, match="none of 2 ranks keeps blocks"):
+        least_slots([RankSizes(0, None, ("s",)), RankSizes(1, None, ("s",))], num_ranks=2)
+    with pytest.raises(SettingsError, match=r"numbers of groups of KV caches \(rank 0: 1; rank 1: 2"):
+        least_slots([one, RankSizes(1, (8, 8), ("s",))], num_ranks=2)
 
 
 def test_a_reset_is_flushed_once_every_rank_has_reported() -> None:
@@ -218,6 +222,7 @@ def test_settings_are_read_beside_those_of_vllm() -> None:
         ({"host_memory": "much"}, "host_memory is 'much'"),
         ({"host_memory": 1, "host_memroy": 2}, "did you mean 'host_memory'"),
         ({"host_memory": 1, "zzz": 2}, "known are eviction"),
+        ({5: 1, "host_memory": 1}, "key 5 that is no text"),
         ({"host_memory": 1, "eviction": "fifo"}, "give 'lru' or 'arc'"),
         ({"host_memory": 1, "kv_layout": []}, "kv_layout is"),
         ({"host_memory": 1, "job_timeout_s": 0}, "job_timeout_s"),

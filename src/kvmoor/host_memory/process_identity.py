@@ -13,8 +13,9 @@ from typing import Final
 from kvmoor.errors import BrokenError
 from kvmoor.host_memory.page_mapping import SystemCalls
 
-_START_TIME_FIELD: Final = 22  # of /proc/PID/stat, counted from 1
-_COMMAND_FIELD: Final = 2
+_COMMAND_FIELD: Final = 2  # of /proc/PID/stat, counted from 1
+_PARENT_FIELD: Final = 4
+_START_TIME_FIELD: Final = 22
 
 
 class ProcessCalls(SystemCalls):
@@ -98,10 +99,29 @@ def identify_this_process(calls: ProcessCalls) -> ProcessIdentity:
 
 def read_start_time(pid: int, calls: ProcessCalls) -> int:
     """Return when a process started, in clock ticks from the boot of the host. Raises `OSError` if it is gone."""
+    return _read_stat(pid, _START_TIME_FIELD, "start time", calls)
+
+
+def descends_from(pid: int, ancestor: int, calls: ProcessCalls) -> bool:
+    """Say whether a process is another one or was started by it, directly or not. False if it is gone.
+
+    A process whose parent has ended belongs to whoever adopted it.
+    """
+    try:
+        while pid != ancestor:
+            if pid == 0:  # the parent of the first process of all, or one outside of the pid namespace
+                return False
+            pid = _read_stat(pid, _PARENT_FIELD, "parent", calls)
+    except (OSError, BrokenError):
+        return False
+    return True
+
+
+def _read_stat(pid: int, field: int, what: str, calls: ProcessCalls) -> int:
     line = calls.read_text(f"/proc/{pid}/stat")
     # The command stands in brackets and may hold anything, brackets and spaces included; nothing behind it does.
     fields = line.rpartition(")")[2].split()
     try:
-        return int(fields[_START_TIME_FIELD - _COMMAND_FIELD - 1])
+        return int(fields[field - _COMMAND_FIELD - 1])
     except (IndexError, ValueError) as error:
-        raise BrokenError(f"/proc/{pid}/stat reads {line[:80]!r}: expected the start time in field 22") from error
+        raise BrokenError(f"/proc/{pid}/stat reads {line[:80]!r}: expected the {what} in field {field}") from error

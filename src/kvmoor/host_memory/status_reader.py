@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvmoor.errors import BrokenError, ClosedError, CorruptDataError, KvmoorError
 from kvmoor.host_memory.owner_process import close_descriptor
-from kvmoor.host_memory.process_identity import ProcessCalls, read_start_time
+from kvmoor.host_memory.process_identity import ProcessCalls, descends_from, read_start_time
 from kvmoor.host_memory.status_format import (
     HEARTBEAT_NS_WORD,
     HEARTBEATS_WORD,
@@ -161,6 +161,10 @@ class FoundStatusSegment:
     rank: int
     pid: int
     descriptor: int
+
+    def descends_from(self, pid: int, calls: ProcessCalls | None = None) -> bool:
+        """Say whether its process is `pid` or was started by that one, directly or not."""
+        return descends_from(self.pid, pid, calls or ProcessCalls())
 
     def open(self, calls: ProcessCalls | None = None) -> StatusReader:
         """Read it. Raises `BrokenError` if its owner is gone, and what `StatusReader` raises."""

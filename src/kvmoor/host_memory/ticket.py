@@ -32,6 +32,8 @@ _GROUP_FIELDS: Final = (
     "offset",
 )
 _MAX_NUMBER: Final = 2**63 - 1
+_MAX_PID: Final = 2**31 - 1
+"""What the kernel's calls take for a process id."""
 _MAX_SLABS: Final = 2**20
 """64 TiB in slabs of 64 MiB: numbers from outside may not make us list slabs without end."""
 
@@ -56,15 +58,22 @@ class ArenaTicket:
 
     def check(self) -> None:
         """Check every value again: unpickling does not. What the values name is for `AttachedArena` to check."""
+        for field in dataclasses.fields(self):
+            if not hasattr(self, field.name):  # unpickled without it
+                raise CorruptDataError(f"a ticket lacks {field.name}: pass it on unchanged")
         if self.format_version != TICKET_FORMAT:
             raise CorruptDataError(
                 f"a ticket has format {self.format_version!r}, this is format {TICKET_FORMAT}: run one version of "
                 "kvmoor on this host"
             )
         _check_numbers(self.owner, ("pid", "start_time", "pid_namespace"), "owner", minimum=1)
+        if self.owner.pid > _MAX_PID:
+            raise _wrong("owner.pid", self.owner.pid, f"at most {_MAX_PID}")
         boot_id: object = self.owner.boot_id
         if not isinstance(boot_id, str) or not boot_id:
             raise _wrong("owner.boot_id", boot_id, "text")
+        _check_tuple(self.segments, "segments", SharedFile)
+        _check_tuple(self.groups, "groups", GroupPlan)
         for number, file in enumerate((self.status, *self.segments)):
             name = f"segments[{number - 1}]" if number else "status"
             _check_numbers(file, ("descriptor", "device", "inode", "nbytes"), name)
@@ -196,6 +205,14 @@ def _check_numbers(record: object, names: Sequence[str], path: str, *, minimum: 
         value = getattr(record, name, None)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _MAX_NUMBER:
             raise _wrong(f"{path}.{name}", value, f"a whole number from {minimum}")
+
+
+def _check_tuple(value: Any, path: str, kind: type) -> None:
+    if not isinstance(value, tuple):
+        raise _wrong(path, value, "a tuple")
+    for number, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise _wrong(f"{path}[{number}]", item, kind.__name__)
 
 
 def _check_bytes(value: Any, path: str, nbytes: int) -> None:

@@ -1,5 +1,6 @@
 """Configurations of vLLM that the connector does not serve, each with its reason and what to do."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvmoor.errors import SettingsError, UnsupportedError
@@ -42,10 +43,28 @@ def refuse_configuration(vllm_config: Any, kv_cache_config: Any, *, is_before_03
         )
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         raise UnsupportedError("hisparse keeps its own part of the KV cache on the host: serve without one of the two")
-    if is_before_033 and int(extra.get("blocks_per_chunk", 1)) > 1:
-        for group in kv_cache_config.kv_cache_groups:
-            if getattr(group.kv_cache_spec, "sliding_window", None):
-                raise UnsupportedError(
-                    "blocks_per_chunk above 1 with sliding windows: vLLM below 0.33 leaves out blocks of a chunk "
-                    "without telling which; set blocks_per_chunk to 1, or use vLLM 0.33"
-                )
+    blocks_per_chunk, tokens_per_chunk = _whole_number(extra, "blocks_per_chunk"), _whole_number(extra, "block_size")
+    for group in kv_cache_config.kv_cache_groups if is_before_033 else ():
+        spec = group.kv_cache_spec
+        if not getattr(spec, "sliding_window", None):
+            continue
+        if (blocks_per_chunk or 1) > 1 or (tokens_per_chunk or 0) > _tokens_per_device_block(spec, vllm_config):
+            option = "blocks_per_chunk above 1" if blocks_per_chunk else "block_size above that of the device"
+            raise UnsupportedError(
+                f"{option} in kv_connector_extra_config with sliding windows: vLLM below 0.33 leaves out blocks of a "
+                "chunk without telling which; set blocks_per_chunk to 1 and no block_size there, or use vLLM 0.33"
+            )
+
+
+def _whole_number(extra: Mapping[str, Any], option: str) -> int | None:
+    """Return a size of chunks; None where none is set, which vLLM also writes as null."""
+    value = extra.get(option)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise SettingsError(f"{option} in kv_connector_extra_config is {value!r}: give a whole number from 1, or remove it")
+
+
+def _tokens_per_device_block(spec: Any, vllm_config: Any) -> int:
+    # Ranks of decode context parallelism share the tokens of a block; vLLM 0.30 has no such flag, windows always do.
+    num_sharing = vllm_config.parallel_config.decode_context_parallel_size if getattr(spec, "dcp_sharded", True) else 1
+    return int(spec.block_size * num_sharing)

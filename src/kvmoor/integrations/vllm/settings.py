@@ -71,6 +71,8 @@ _OWN_KEYS: Final = frozenset(PluginSettings.__dataclass_fields__)
 def read_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
     """Read the plugin's settings; raises `SettingsError` for a key nobody reads, and for a value that cannot be."""
     for key in extra_config:
+        if not isinstance(key, str):
+            raise SettingsError(f"kv_connector_extra_config has a key {key!r} that is no text: remove it")
         if key not in _OWN_KEYS | _VLLM_KEYS:
             near = get_close_matches(key, sorted(_OWN_KEYS | _VLLM_KEYS), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_OWN_KEYS))}"

@@ -27,11 +27,11 @@ class SlotTally:
             if len(counts) < end:
                 counts = self._counts[each.group] = np.pad(counts, (0, max(end, 2 * len(counts)) - len(counts)))
             counts[each.first : end] += 1
-            complete += _runs(each.group, each.first, counts[each.first : end] == self._num_ranks)
+            complete += slot_runs(each.group, each.first, counts[each.first : end] == self._num_ranks)
         return complete
 
 
-def _runs(group: int, first: int, chosen: NDArray[np.bool_]) -> list[SlotRange]:
+def slot_runs(group: int, first: int, chosen: NDArray[np.bool_]) -> list[SlotRange]:
     """Return the runs of chosen slots, the first of which has number `first`."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
     return [
