@@ -227,7 +227,7 @@ class Ending:
     left: list[str]
 
     def __str__(self) -> str:
-        return f"{self.engine_s:.2f} + {self.api_server_s:.2f}"
+        return "never" if self.engine_s == float("inf") else f"{self.engine_s:.2f} + {self.api_server_s:.2f}"
 
 
 def end_amid_traffic(model: Path, log: Path, known: Known, *, clients: int, kill: str = "", **options: Any) -> Ending:

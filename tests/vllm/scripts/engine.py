@@ -183,6 +183,8 @@ class Engine:
             waited_for.extend(job.kind.value for job in side._running.values() if job.job_id in wanted)
             on_wait()
             wait(wanted)
+            early = [job.job_id for job in side._running.values() if job.job_id in wanted]
+            assert not early, f"the worker goes on while jobs {early} still touch device blocks"
 
         side.wait = noting
         return waited_for
