@@ -333,16 +333,18 @@ def test_a_forked_copy_of_an_owner_cannot_be_attached_to(start):
         import ctypes, os, sys
         import shared_arena
         with shared_arena.sharing_owner("forking") as owner:
+            has_printed, child_prints = os.pipe()
             if not ctypes.CDLL(None).fork():
                 print(os.getpid(), flush=True)
+                os.write(child_prints, b"1")
                 sys.stdin.read()
                 os._exit(0)
+            os.read(has_printed, 1)
             print(owner.ticket.to_json(), flush=True)
             os.wait()
     """
     parent = start("if True:" + code)
-    lines = sorted((parent.stdout.readline() for _ in range(2)), key=len)
-    child_pid, ticket = int(lines[0]), ArenaTicket.from_json(lines[1])
+    child_pid, ticket = int(parent.stdout.readline()), ArenaTicket.from_json(parent.stdout.readline())
     AttachedArena(ticket, LAYOUT).close()
     child = replace(ticket.owner, pid=child_pid, start_time=read_start_time(child_pid, ProcessCalls()))
     with pytest.raises(BrokenError, match=rf"belongs to process {parent.pid}, .* names process {child_pid},"):
