@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 
 from cuda_rig import ENGINE, LOAD, STORE, WAIT_S, CudaRig
+from kvmoor.devices.cuda import gathering
 from kvmoor.devices.cuda.copy_strategy import CopyStrategy
 from kvmoor.devices.cuda.cuda_error import ILLEGAL_ADDRESS, LAUNCH_FAILED, NOT_SUPPORTED, OUT_OF_MEMORY
 from kvmoor.errors import ClosedError, KvmoorError
 from kvmoor.registration import RegistrationError
 
-STRATEGY = CopyStrategy(copy_engine_from_nbytes=4096)
+RING_NBYTES = 2**16
+"""Small, because each life has two rings, and those of a device that was not proven idle stay."""
+STRATEGY = CopyStrategy(copy_engine_from_nbytes=4096, gather_ring_nbytes=RING_NBYTES)
 FREEING = {"stream_destroy", "event_destroy", "module_unload", "memory_free", "host_free", "host_unregister"}
 FREEING |= {"primary_context_release"}
 PREPARING = {"exchange_capture_mode", "context_current", "context_set"}
+
+
+@pytest.fixture(autouse=True)
+def _small_rings(monkeypatch):
+    monkeypatch.setattr(gathering, "_SMALLEST_RING_NBYTES", RING_NBYTES)
 
 
 class Life:

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 QUICK = ["off", "walk", "order", "reset", "refused", "faults"]
@@ -28,7 +28,6 @@ def test_what_is_told_is_what_the_pool_dropped(found, case) -> None:
     assert (0, 0) == (found[case]["missed"], found[case]["wrong"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["small_host", "chunks", "windows", "crowd", "failed_load", "residency"])
 def test_it_is_told_whatever_happens(found_slowly, case) -> None:
     """The same with evictions, chunks of four, two groups, preemptions, a failed load, another observer of the pool."""
@@ -42,7 +41,6 @@ def test_answers_are_those_without_offloading(found) -> None:
     assert found["walk"]["metrics"]["vllm:kv_offload_load_bytes"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "case"),
     [
@@ -58,7 +56,6 @@ def test_answers_stay_the_same_whatever_happens(found_slowly, reference, case) -
     assert found_slowly[reference] == found_slowly[case]["answers"]
 
 
-@pytest.mark.slow
 def test_the_cases_are_what_they_say(found_slowly) -> None:
     """Blocks gave way in host memory and others were loaded, the load failed, requests preempted each other."""
     assert found_slowly["small_host"]["metrics"]["vllm:kvmoor_evicted_blocks"] > 0
@@ -81,7 +78,6 @@ def test_a_reset_of_the_device_alone_drops_everything(found) -> None:
     assert case["loaded"]
 
 
-@pytest.mark.slow
 def test_who_watched_the_pool_before_still_does(found_slowly) -> None:
     """The residency figures that vLLM may keep of its blocks go on."""
     assert found_slowly["residency"]["residencies"] > 0
