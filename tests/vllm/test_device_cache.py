@@ -5,20 +5,20 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
 
-QUICK = ["off", "walk", "order", "reset", "refused", "faults"]
-SLOW = ["off", "small_host", "chunks", "windows_off", "windows", "crowd_off", "crowd", "failed_load", "residency"]
+PLAIN = ["off", "walk", "order", "reset", "refused", "faults"]
+HARDER = ["off", "small_host", "chunks", "windows_off", "windows", "crowd_off", "crowd", "failed_load", "residency"]
 
 
 @pytest.fixture(scope="module")
 def found(run_script):
-    """Run the cases that every change has to pass, on one engine after the other in one process."""
-    return run_script("device_cache.py", *QUICK)
+    """Run the plain cases, on one engine after the other in one process."""
+    return run_script("device_cache.py", *PLAIN)
 
 
 @pytest.fixture(scope="module")
-def found_slowly(run_script):
+def found_harder(run_script):
     """Run the others."""
-    return run_script("device_cache.py", *SLOW)
+    return run_script("device_cache.py", *HARDER)
 
 
 @pytest.mark.parametrize("case", ["walk", "order", "reset"])
@@ -29,10 +29,10 @@ def test_what_is_told_is_what_the_pool_dropped(found, case) -> None:
 
 
 @pytest.mark.parametrize("case", ["small_host", "chunks", "windows", "crowd", "failed_load", "residency"])
-def test_it_is_told_whatever_happens(found_slowly, case) -> None:
+def test_it_is_told_whatever_happens(found_harder, case) -> None:
     """The same with evictions, chunks of four, two groups, preemptions, a failed load, another observer of the pool."""
-    assert found_slowly[case]["told"] > 0
-    assert (0, 0) == (found_slowly[case]["missed"], found_slowly[case]["wrong"])
+    assert found_harder[case]["told"] > 0
+    assert (0, 0) == (found_harder[case]["missed"], found_harder[case]["wrong"])
 
 
 def test_answers_are_those_without_offloading(found) -> None:
@@ -51,17 +51,17 @@ def test_answers_are_those_without_offloading(found) -> None:
         ("crowd_off", "crowd"),
     ],
 )
-def test_answers_stay_the_same_whatever_happens(found_slowly, reference, case) -> None:
+def test_answers_stay_the_same_whatever_happens(found_harder, reference, case) -> None:
     """Prompts are answered alike: host memory too small, chunks of four, a failed load, two groups, preemptions."""
-    assert found_slowly[reference] == found_slowly[case]["answers"]
+    assert found_harder[reference] == found_harder[case]["answers"]
 
 
-def test_the_cases_are_what_they_say(found_slowly) -> None:
+def test_the_cases_are_what_they_say(found_harder) -> None:
     """Blocks gave way in host memory and others were loaded, the load failed, requests preempted each other."""
-    assert found_slowly["small_host"]["metrics"]["vllm:kvmoor_evicted_blocks"] > 0
-    assert found_slowly["small_host"]["metrics"]["vllm:kv_offload_load_bytes"] > 0
-    assert 1 == found_slowly["failed_load"]["num_failed"]
-    assert found_slowly["crowd"]["metrics"]["vllm:num_preemptions"] > 0
+    assert found_harder["small_host"]["metrics"]["vllm:kvmoor_evicted_blocks"] > 0
+    assert found_harder["small_host"]["metrics"]["vllm:kv_offload_load_bytes"] > 0
+    assert 1 == found_harder["failed_load"]["num_failed"]
+    assert found_harder["crowd"]["metrics"]["vllm:num_preemptions"] > 0
 
 
 def test_leaving_the_device_counts_as_a_use(found) -> None:
@@ -78,9 +78,9 @@ def test_a_reset_of_the_device_alone_drops_everything(found) -> None:
     assert case["loaded"]
 
 
-def test_who_watched_the_pool_before_still_does(found_slowly) -> None:
+def test_who_watched_the_pool_before_still_does(found_harder) -> None:
     """The residency figures that vLLM may keep of its blocks go on."""
-    assert found_slowly["residency"]["residencies"] > 0
+    assert found_harder["residency"]["residencies"] > 0
 
 
 def test_the_pure_spec_refuses_what_it_cannot_do(found) -> None:
