@@ -16,7 +16,6 @@ import argparse
 import datetime as dt
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import kvmoor
+from trace_parts.traces import machine
+
 from kvmoor.byte_sizes import format_nbytes
 from kvmoor.demo.documents import built_in_documents
 from kvmoor.demo.model import MODEL_NAME, PACKAGE, ModelPackage, is_whole
@@ -156,14 +156,9 @@ def conclude(runs: dict[str, list[dict[str, Any]]]) -> tuple[bool, list[str]]:
     ]
 
 
-def machine(versions: str) -> str:
+def described(versions: str) -> str:
     """Describe what the figures hold for."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return (
-        f"{model}, {os.cpu_count()} cores (one computes), Linux {platform.release()}; kvmoor {kvmoor.__version__}, "
-        f"{versions}, Python {platform.python_version()}; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
-    )
+    return f"{machine()}, {versions}; one core computes; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
 
 
 def main() -> int:
@@ -195,7 +190,7 @@ def main() -> int:
     )
     text = [
         QUESTION,
-        machine(first["versions"]),
+        described(first["versions"]),
         set_up,
         "",
         *as_table(runs),

@@ -15,7 +15,6 @@ import argparse
 import datetime as dt
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from trace_parts.traces import machine
 
 import kvmoor
 
@@ -119,16 +120,11 @@ def verdict(columns: list[Column]) -> tuple[bool, str]:
     return True, f"all {num_cells} runs of cases as they have to be: equal, and the controls differ"
 
 
-def machine() -> str:
+def described() -> str:
     """Describe what the table holds for."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     import torch  # noqa: PLC0415 - only where vLLM is
 
-    return (
-        f"{model}, {os.cpu_count()} cores, Linux {platform.release()}; kvmoor {kvmoor.__version__}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
-    )
+    return f"{machine()}, torch {torch.__version__}; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
 
 
 def main() -> int:
@@ -160,7 +156,7 @@ def main() -> int:
                 options.json.write_text(json.dumps(found), encoding="utf-8")
     is_right, conclusion = verdict(columns)
     seconds = ", ".join(f"{column.version} {column.seconds:.0f} s" for column in columns)
-    text = [QUESTION, machine(), "", *as_table(columns), ""]
+    text = [QUESTION, described(), "", *as_table(columns), ""]
     if any(column.version.startswith(FROM_GPU_WHEEL) for column in columns):
         text.append(
             f"\\* There is no build of {FROM_GPU_WHEEL} for CPUs: these are the Python files of the one for GPUs, on "

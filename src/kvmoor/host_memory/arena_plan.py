@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmoor.block_layout import BlockLayout
 from kvmoor.byte_sizes import format_nbytes, parse_nbytes, round_up
@@ -91,6 +94,12 @@ class GroupPlan:
         """Return the bytes from the first slot to the end of the last one: what will be resident."""
         full_slabs = max(0, self.num_slabs - 1)
         return full_slabs * self.slab_pitch + (self.num_slots - full_slabs * self.slots_per_slab) * self.slot_nbytes
+
+    def look_up(self, of_slabs: NDArray[np.bool_], slots: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Return what holds for the slab of each slot, in the shape of `slots`, False for slots that do not exist."""
+        exists = (slots >= 0) & (slots < self.num_slots)
+        answers: NDArray[np.bool_] = exists & of_slabs[np.where(exists, slots, 0) // self.slots_per_slab]
+        return answers
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,7 @@ class AttachedRegistration:
         plan = self._plan.groups[group]
         if self.mode == "direct" or not plan.slot_nbytes:
             return np.ones(slots.shape, np.bool_)
-        exists = (slots >= 0) & (slots < plan.num_slots)
-        answers: NDArray[np.bool_] = exists & self._direct[group][np.where(exists, slots, 0) // plan.slots_per_slab]
-        return answers
+        return plan.look_up(self._direct[group], slots)
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Wait until copies may go directly to every slab of the arena.

@@ -101,20 +101,13 @@ class SlabMapper:
         plan = self._plan.groups[group]
         if not plan.slot_nbytes:
             return (slots >= 0) & (slots < plan.num_slots) & (self.num_published(group) > 0)
-        return self._look_up(self._ready[group], group, slots)
+        return self._plan.groups[group].look_up(self._ready[group], slots)
 
     def are_registered(self, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Return for each slot whether copies may go there directly; those of a group without tensors have none."""
         if self.registration.mode == "direct" or not self._plan.groups[group].slot_nbytes:
             return np.ones(slots.shape, np.bool_)
-        return self._look_up(self._direct[group], group, slots)
-
-    def _look_up(self, of_slabs: NDArray[np.bool_], group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Return what holds for the slab of each slot, False for slots that do not exist."""
-        plan = self._plan.groups[group]
-        exists = (slots >= 0) & (slots < plan.num_slots)
-        answers: NDArray[np.bool_] = exists & of_slabs[np.where(exists, slots, 0) // plan.slots_per_slab]
-        return answers
+        return self._plan.groups[group].look_up(self._direct[group], slots)
 
     def start(self) -> None:
         """Begin to map on a thread of its own and return at once."""

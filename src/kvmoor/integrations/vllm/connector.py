@@ -12,6 +12,7 @@ vLLM looks the request up once more. A store that fails is never found.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import kvmoor
@@ -195,8 +196,8 @@ class KvmoorConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM counts
         if isinstance(meta, KvmoorWorkerMetadata):
             self._ticket_route.note_ticket(meta.ticket)
             self._ticket_route.note_answers(meta.ticket_answers)
-            for published in (*meta.published.values(), ()):  # answers alone may let slots go that were held back
-                self.scheduler_side.publish(self._ticket_route.release(published))
+            published = chain.from_iterable(meta.published.values())  # none, where answers alone let slots go
+            self.scheduler_side.publish(self._ticket_route.release(published))
             self.scheduler_side.note_failed(meta.failed_orders)
             self._reset_fence.note_reports(meta.completed_jobs)
         super().update_connector_output(connector_output)
