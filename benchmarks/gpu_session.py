@@ -64,7 +64,7 @@ PARTS = (
             *PYTEST,
             *(
                 f"{GPU_TESTS}/test_{name}.py"
-                for name in ("device_contract", "byte_equality", "ordering", "calibration", "capture")
+                for name in ("device_contract", "byte_equality", "reading_worker", "ordering", "calibration", "capture")
             ),
         ),
         100,

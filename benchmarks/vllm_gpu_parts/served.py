@@ -1,7 +1,12 @@
 """One engine that is asked: passes over prompts, and steps of steady requests beside visitors."""
 
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Self
 
@@ -10,6 +15,8 @@ from vllm_gpu_parts.shapes import Shape
 
 _READY_TIMEOUT_S = 25.0
 _DRAIN_TIMEOUT_S = 60.0
+_STACKS_AFTER_S = 4.8
+"""When an engine that does not end is asked where it is: vLLM kills it after 5 s, and then nobody knows."""
 
 
 class ServedEngine:
@@ -57,10 +64,15 @@ class ServedEngine:
         }
 
     def close(self) -> float:
-        """Shut the engine down; return how long that took."""
+        """Shut the engine down; return how long that took. One that vLLM is about to kill prints its stacks."""
+        late = threading.Timer(_STACKS_AFTER_S, _print_stacks_of_children)
+        late.daemon = True
+        late.start()
         begin = time.perf_counter()
         self.llm.llm_engine.engine_core.shutdown()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        late.cancel()
+        return seconds
 
     def _ask(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> list[Any]:
         from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415 - imported by now
@@ -69,6 +81,13 @@ class ServedEngine:
         given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         outputs: list[Any] = self.llm.generate(given, sampling, use_tqdm=False)
         return outputs
+
+
+def _print_stacks_of_children() -> None:
+    """Let the engine's process print where its threads are, which ends it: PYTHONFAULTHANDLER is set."""
+    for child in multiprocessing.active_children():
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGABRT)
 
 
 class SteadyRequests:

@@ -162,6 +162,31 @@ def test_blocks_come_back_through_an_offloader(gpu: Gpu, pin: str) -> None:
     assert report.worker.graceful, report.worker.reason
 
 
+def test_the_ring_is_there_before_the_first_job(gpu: Gpu) -> None:
+    """A ring no larger than asked for is taken when the queue is opened; jobs take no more device memory."""
+    blocks = GpuBlocks.regular(gpu, page_nbytes=256 * 1024, num_tensors=8, num_blocks=64)
+    with gpu.open_device(most_ring_nbytes=32 * MIB, cache_dir=None) as device:
+        device.check_layout(BlockLayout((blocks.group,), on_host=False))
+        free = [_free_nbytes(gpu)]
+        for direction in (STORE, LOAD):
+            queue = device.open_copy_queue(direction.value, direction)
+            free.append(_free_nbytes(gpu))
+            block_ids, slots = blocks.random_pairs()
+            blocks.poison(direction)
+            free_before = _free_nbytes(gpu)
+            queue.enqueue([blocks.copies(block_ids, slots)], 1, device.record_event())
+            finish(queue, 1)
+            assert free_before == _free_nbytes(gpu)
+            blocks.expect(direction, block_ids, slots)
+            blocks.assert_as_expected(direction.value)
+    for before, after in pairwise(free):
+        assert 32 * MIB <= before - after < 48 * MIB
+
+
+def _free_nbytes(gpu: Gpu) -> int:
+    return int(gpu.torch.cuda.mem_get_info()[0])
+
+
 def test_slots_that_are_neighbours_across_slabs(gpu: Gpu) -> None:
     """A run that goes on from the last slot of one slab to the first of the next is never copied as one."""
     torch = gpu.torch
