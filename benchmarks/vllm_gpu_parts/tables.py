@@ -82,9 +82,9 @@ def _passes(results: Sequence[Found], link: Found) -> str:
     )
     note = (
         f"Link: {_cell(link.get('h2d'))} GB/s host to device, {_cell(link.get('d2h'))} device to host "
-        f"({link.get('gpu')}). The metric counts what the engine was told: kvmoor's is from submission until it is "
-        "seen to be over, waiting behind other loads included; vLLM's own is by events on the stream. Equal: to the "
-        "first pass without offloading."
+        f"({link.get('gpu')}). The metric counts what the engine was told: kvmoor's is the time that a lane was seen "
+        "to work, the wait for its event included; vLLM's own is by events on the stream. Equal: to the first pass "
+        "without offloading."
     )
     return _table("Passes", header, rows, note)
 

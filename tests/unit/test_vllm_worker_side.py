@@ -21,7 +21,7 @@ TIMEOUT_S = 10.0
 class Rank:
     """One rank with device blocks, and vLLM's jobs in short."""
 
-    def __init__(self, scripted: ScriptedCopies, *, failures_are_told: bool, job_timeout_s: float) -> None:
+    def __init__(self, scripted: ScriptedCopies, *, failures_are_told: bool, job_timeout_s: float, **options) -> None:
         self.blocks = DeviceBlocks()
         layout = self.blocks.layout()
         device = CpuDevice(copy_hook=scripted)
@@ -32,6 +32,7 @@ class Rank:
             blocks_per_chunk=1,
             failures_are_told=failures_are_told,
             job_timeout_s=job_timeout_s,
+            **options,
         )
         assert worker.arena.wait_published(TIMEOUT_S)
 
@@ -59,8 +60,8 @@ def scripted():
 def make_rank(scripted):
     ranks = []
 
-    def make(*, failures_are_told: bool = True, job_timeout_s: float = TIMEOUT_S) -> Rank:
-        ranks.append(Rank(scripted, failures_are_told=failures_are_told, job_timeout_s=job_timeout_s))
+    def make(*, failures_are_told: bool = True, job_timeout_s: float = TIMEOUT_S, **options) -> Rank:
+        ranks.append(Rank(scripted, failures_are_told=failures_are_told, job_timeout_s=job_timeout_s, **options))
         return ranks[-1]
 
     yield make
@@ -84,6 +85,35 @@ def test_what_is_stored_comes_back(make_rank) -> None:
     assert [(1, 1536), (2, 1536)] == [(job.job_id, job.nbytes) for job in ended]
     assert [] == rank.side.get_finished()
     assert [] == rank.side.take_failed()
+
+
+def test_jobs_share_the_time_of_their_lane(make_rank, scripted) -> None:
+    """Jobs that wait for one another count each second of their lane once, by bytes, from where the last ones ended."""
+    now = [100.0]
+    rank = make_rank(clock=lambda: now[0])
+    rank.store(9, [0], [0])
+    rank.side.wait([9])
+    copies_of_a_block = scripted.num_copies("store")
+    rank.side.get_finished()
+    gates = [scripted.hang_at(number * copies_of_a_block, queue="store") for number in (1, 2)]
+    rank.store(1, [0], [0])
+    now[0] = 101.0
+    rank.store(2, [1], [1])
+    rank.store(3, [2, 3, 4], [2, 3, 4])
+    now[0] = 103.0
+    gates[0].release()
+    rank.side.wait([1])
+    now[0] = 107.0
+    gates[1].release()
+    rank.side.wait([2, 3])
+    now[0] = 110.0
+    rank.store(4, [5], [5])
+    rank.load(5, [6], [0])
+    now[0] = 112.0
+    rank.side.wait([4, 5])
+
+    found = [(job.job_id, job.seconds) for job in rank.side.get_finished()]
+    assert [(1, 3.0), (2, 1.0), (3, 3.0), (4, 2.0), (5, 2.0)] == sorted(found)
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])

@@ -30,10 +30,17 @@ _log = logging.getLogger("kvmoor")
 LOAD_ATTEMPTS: Final = 3
 """How often a load is tried where its failure cannot be told. Guessed."""
 
+_Lane = tuple[OrderKind, bool]
+"""What a job is, and whether it is expedited: that decides on which lane of the worker it runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job of vLLM's whose copy is over. `nbytes` and `seconds` are None if it failed, so that no figure counts it."""
+    """A job of vLLM's whose copy is over.
+
+    `seconds`: its part, by bytes, of the time that its lane was seen to work; over all jobs they add up to that time.
+    Both figures are None if it failed, so that nothing counts it.
+    """
 
     job_id: int
     nbytes: int | None
@@ -74,6 +81,7 @@ class WorkerSide:
         self._clock = clock
         self._running: dict[OrderId, _Job] = {}
         self._ended: list[EndedJob] = []
+        self._idle_since: dict[_Lane, float] = {}
         self._failed: list[FailedJob] = []
         self._published: list[SlotRange] = []
         self._refused: frozenset[int] = frozenset()
@@ -166,6 +174,7 @@ class WorkerSide:
 
     def _start(self, job: "_Job", order: Order, wait_for: DeviceEvent | None) -> None:
         job.attempts += 1
+        job.submitted_s = self._clock()
         try:
             # The first copy of a lane starts its threads; those of a GPU have little to do.
             with threads_on_all_cores() if isinstance(self._device, CpuDevice) else nullcontext():
@@ -178,6 +187,7 @@ class WorkerSide:
 
     def _collect(self) -> None:
         """Take note of what ended, and give up on what will not."""
+        over: list[tuple[_Job, Report]] = []
         for report in self._worker.poll_reports():
             job = self._running.get(report.order_id)
             if job is None:
@@ -188,6 +198,9 @@ class WorkerSide:
                 _log.error("%s %d is not over in time: %s", report.kind.value, report.order_id, report.reason)
                 continue
             del self._running[report.order_id]
+            over.append((job, report))
+        self._share_time(over)
+        for job, report in over:
             self._end(job, report)
         for order_id, job in self._running.items():
             if job.kind is OrderKind.SLOT_TO_DEVICE and self._clock() - job.abandoned_s > self._job_timeout_s:
@@ -196,13 +209,27 @@ class WorkerSide:
                     "would wait for ever, and its device blocks cannot be given to another; restart the engine"
                 )
 
+    def _share_time(self, over: list[tuple["_Job", Report]]) -> None:
+        """Give each job its part of the time that its lane has worked on those that were over at the same look.
+
+        A lane works on one job after the other, so times from submission would count the same second for each of them.
+        """
+        now = self._clock()
+        for lane in {job.lane for job, _ in over}:
+            together = [(job, report.nbytes) for job, report in over if job.lane == lane]
+            begun = max(self._idle_since.get(lane, 0.0), min(job.submitted_s for job, _ in together))
+            nbytes = sum(nbytes for _, nbytes in together)
+            for job, its_nbytes in together:
+                job.seconds = (now - begun) * its_nbytes / max(1, nbytes)
+            self._idle_since[lane] = now
+
     def _end(self, job: "_Job", report: Report) -> None:
         if report.outcome is not Outcome.DONE:
             self._fail(job, report.order_id, report.reason)
         elif job.is_outdated and self._failures_are_told:
             self._end_failed(job.job_id, report.order_id, "what it loads was to be forgotten by a reset meanwhile")
         else:
-            self._ended.append(EndedJob(job.job_id, report.nbytes, report.seconds))
+            self._ended.append(EndedJob(job.job_id, report.nbytes, job.seconds))
 
     def _fail(self, job: "_Job", order_id: OrderId, reason: str) -> None:
         """End a job whose copy is over and went wrong, or try again if nobody could be told."""
@@ -234,5 +261,12 @@ class _Job:
     order: Order | None = None
     blocks: DeviceBlocks = None  # type: ignore[assignment]  # set together with `order`
     attempts: int = 0
+    submitted_s: float = 0.0
+    seconds: float = 0.0
     is_outdated: bool = False
     abandoned_s: float = float("inf")
+
+    @property
+    def lane(self) -> _Lane:
+        """Return the lane that it runs on."""
+        return self.kind, self.expedited
