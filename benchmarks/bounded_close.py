@@ -10,8 +10,6 @@
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import signal
 import sys
 import threading
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.machine import machine
 
 import kvmoor
 from kvmoor import BlockKey, BlockLayout, CpuDevice, Offloader
@@ -172,15 +171,12 @@ def main() -> int:
         closes.append(close_beside_copies_in_flight(deadline_s))
         closes += [close_beside_endless_copy(deadline_s, queue) for queue in ("store", "load")]
         closes += [close_beside_blocked_registrar(deadline_s, each) for each in ("register", "unregister")]
-    machine = (
-        f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}; kvmoor {kvmoor.__version__}, "
-        f"Python {platform.python_version()}, NumPy {np.__version__}"
-    )
+    setup = machine(kvmoor, np)
     if options.json:
-        print(json.dumps({"machine": machine, "closes": closes, "cycles": cycles}))
+        print(json.dumps({"machine": setup, "closes": closes, "cycles": cycles}))
     else:
         print("Does closing end by its deadline, and does it leave anything behind?")
-        print(machine)
+        print(setup)
         print(f"{'closing beside':42}{'deadline s':>12}{'took s':>8}  quarantined bytes")
         for close in closes:
             print(

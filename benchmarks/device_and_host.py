@@ -17,8 +17,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trace_parts.traces import TRACES, machine, markdown, progress
+import numpy as np
+from common.machine import machine
+from common.tables import markdown
+from trace_parts.traces import TRACES, progress
 
+import kvmoor
 from kvmoor.simulation.offline_optimum import OfflineOptimum
 from kvmoor.simulation.tiered_replay import StoreWhen, TieredReplayer, TierPlan
 from kvmoor.simulation.trace import Trace
@@ -122,10 +126,12 @@ def main() -> int:
         stretch = replace(trace, requests=trace.requests[STRETCH])
         rows += measure(stretch, DEVICE_BLOCKS, [DEVICE_BLOCKS // 2, DEVICE_BLOCKS, 2 * DEVICE_BLOCKS])
     if options.json:
-        print(json.dumps({"question": QUESTION, "machine": machine(), "results": [vars(row) for row in rows]}))
+        print(
+            json.dumps({"question": QUESTION, "machine": machine(kvmoor, np), "results": [vars(row) for row in rows]})
+        )
         return 0
     print(QUESTION)
-    print(f"{machine()}\n")
+    print(f"{machine(kvmoor, np)}\n")
     show(rows)
     if not options.quick:
         best = max(rows[: len(WAYS)], key=lambda row: row.gained_points)

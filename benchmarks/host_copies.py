@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 import numpy as np
+from common.machine import machine
 from numpy.typing import NDArray
 
 import kvmoor
@@ -153,13 +153,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def describe_machine(runs: int) -> str:
     """Name hardware and versions."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = models[0].partition(":")[2].strip() if models else platform.machine()
-    return (
-        f"{processor}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {platform.system()} "
-        f"{platform.release()}, {' '.join(platform.libc_ver())}; kvmoor {kvmoor.__version__}, "
-        f"Python {platform.python_version()}, NumPy {np.__version__}; median of {runs} jobs each"
-    )
+    return f"{machine(kvmoor, np)}, {' '.join(platform.libc_ver())}; median of {runs} jobs each"
 
 
 def print_line(case: Case, figures: Figures) -> None:
@@ -183,9 +177,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     question = (__doc__ or "").splitlines()[0]
-    machine = describe_machine(options.runs)
+    setup = describe_machine(options.runs)
     if not options.json:
-        print(f"{question}\n{machine}\n")
+        print(f"{question}\n{setup}\n")
         print("job MiB page KiB tensors  where they lie  slots  threads   store   load  memcpy  fraction  target")
     chosen = list(cases(quick=options.quick))
     largest = max(case.job_nbytes for case in chosen)
@@ -197,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not options.json:
             print_line(case, figures)
     if options.json:
-        print(json.dumps({"question": question, "machine": machine, "unit": "GB/s", "results": results}, indent=1))
+        print(json.dumps({"question": question, "machine": setup, "unit": "GB/s", "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ Times fresh interpreters, one after the other, `python -c pass` and the imports 
 """
 
 import argparse
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
+
+from common.machine import machine
 
 import kvmoor
 
@@ -38,10 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     print("How long does `import kvmoor` take, beyond starting Python?")
-    print(
-        f"kvmoor {kvmoor.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}, "
-        f"{platform.machine()}, {os.cpu_count()} cores; median of {options.runs} fresh interpreters each"
-    )
+    print(f"{machine(kvmoor)}; median of {options.runs} fresh interpreters each")
     for statement in STATEMENTS:
         time_ms(statement)  # writes the byte code and fills the page cache
     times: dict[str, list[float]] = {statement: [] for statement in STATEMENTS}

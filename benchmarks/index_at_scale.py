@@ -16,7 +16,6 @@ python benchmarks/index_at_scale.py [--blocks 1000000] [--rounds 3] [--quick] [-
 import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.machine import machine
 
 import kvmoor
 from kvmoor.block_key import BlockKey, BlockKeys
@@ -212,10 +212,7 @@ def main() -> None:
     index, memory = measure_memory(num_blocks)
     report = {
         "question": QUESTION,
-        "machine": (
-            f"{platform.processor() or platform.machine()}, Linux {platform.release()}, "
-            f"Python {platform.python_version()}, NumPy {np.__version__}, kvmoor {kvmoor.__version__}"
-        ),
+        "machine": machine(kvmoor, np),
         "references": references,
         "num_blocks": num_blocks,
         "bytes_a_block": memory,

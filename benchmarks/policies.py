@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trace_parts.traces import FOLDER, TRACES, machine, markdown, progress
+import numpy as np
+from common.machine import machine
+from common.tables import markdown
+from trace_parts.traces import FOLDER, TRACES, progress
 
+import kvmoor
 from kvmoor.simulation.offline_optimum import OfflineOptimum
 from kvmoor.simulation.replay import Replayer
 
@@ -125,7 +129,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     names = ["lmcache_agent"] if options.quick else options.trace or list(TRACES)
-    report: dict[str, Any] = {"question": QUESTION, "machine": machine()}
+    report: dict[str, Any] = {"question": QUESTION, "machine": machine(kvmoor, np)}
     rows = []
     for name in names:
         rows += measure(name, LARGE_SHARES if options.quick or TRACES[name].is_large else SHARES)

@@ -17,7 +17,6 @@ import ctypes
 import json
 import mmap
 import os
-import platform
 import statistics
 import sys
 import threading
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from common.machine import machine
 
 import kvmoor
 from kvmoor import BlockLayout
@@ -171,24 +171,12 @@ def latencies(seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Describe what the figures hold for."""
-    try:
-        model = next(
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        model = platform.machine()
-    try:
+    huge_pages = "unknown"
+    with suppress(OSError):
         huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        huge_pages = "unknown"
-    return (
-        f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, huge pages {huge_pages}; "
-        f"kvmoor {kvmoor.__version__}, Python {platform.python_version()}, NumPy {np.__version__}"
-    )
+    return f"{machine(kvmoor, np)}, huge pages {huge_pages}"
 
 
 def main() -> int:
@@ -220,7 +208,7 @@ def main() -> int:
     beside_nothing = latencies(idle(0.05 if options.quick else 2.0))
     report = {
         "question": QUESTION,
-        "machine": machine(),
+        "machine": describe_machine(),
         "nbytes": plan.nbytes,
         "rounds": rounds,
         "mmap_idle": beside_nothing,

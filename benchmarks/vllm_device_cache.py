@@ -20,8 +20,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from trace_parts.traces import machine, markdown
+import numpy as np
+from common.machine import machine
+from common.tables import markdown
 
+import kvmoor
 from kvmoor.coordinator import Coordinator
 from kvmoor.integrations.vllm.device_cache import DeviceCacheWatch
 from kvmoor.integrations.vllm.keys import ChunkKeys
@@ -129,7 +132,7 @@ def main() -> int:
         for blocks_per_chunk in (1, 4)
         for num_blocks in ((8, 40) if options.quick else (8, 128, 1024))
     ]
-    where = f"{machine()}, vLLM {version}"
+    where = f"{machine(kvmoor, np)}, vLLM {version}"
     if options.json:
         print(json.dumps({"question": QUESTION, "machine": where, "results": results}))
         return 0

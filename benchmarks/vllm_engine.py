@@ -24,8 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trace_parts.traces import machine
+from common.machine import machine
 
+import kvmoor
 from kvmoor.byte_sizes import format_nbytes
 from kvmoor.demo.documents import built_in_documents
 from kvmoor.demo.model import MODEL_NAME, PACKAGE, ModelPackage, is_whole
@@ -158,7 +159,7 @@ def conclude(runs: dict[str, list[dict[str, Any]]]) -> tuple[bool, list[str]]:
 
 def described(versions: str) -> str:
     """Describe what the figures hold for."""
-    return f"{machine()}, {versions}; one core computes; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
+    return f"{machine(kvmoor)}, {versions}; one core computes; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
 
 
 def main() -> int:

@@ -24,11 +24,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common.machine import processor
 from vllm_gpu_parts.engines import ENVIRONMENT
 from vllm_gpu_parts.findings import Findings
 from vllm_gpu_parts.plan import LINK_S, EngineRun, batches, describe_plan, plan_runs
@@ -185,20 +185,13 @@ class Session:
         versions = {each.get("vllm") for each in self.results} - {None}
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         setup = (
-            f"{self._link.get('gpu')}, {_processor()}, {len(os.sched_getaffinity(0))} cores, Linux "
+            f"{self._link.get('gpu')}, {processor()}, {len(os.sched_getaffinity(0))} cores, Linux "
             f"{platform.release()}, Python {platform.python_version()}, torch {self._link.get('torch')}, vLLM "
             f"{', '.join(map(str, versions))}; steady phases of {self._options.beside_s:g} s; {when} UTC"
         )
         question = (__doc__ or "").splitlines()[0]
         left_out = "".join(f"\n- left out: {each}" for each in self.left_out)
         return describe(self.results, self._link, f"# {question}\n\n{setup}\n{left_out}")
-
-
-def _processor() -> str:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return platform.machine()
 
 
 def main() -> int:

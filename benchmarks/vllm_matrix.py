@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trace_parts.traces import machine
+from common.machine import machine
 
 import kvmoor
 
@@ -124,7 +124,7 @@ def described() -> str:
     """Describe what the table holds for."""
     import torch  # noqa: PLC0415 - only where vLLM is
 
-    return f"{machine()}, torch {torch.__version__}; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
+    return f"{machine(kvmoor, torch)}; {dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 import ctypes
 import importlib.metadata
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.machine import machine
 
 import kvmoor
 from kvmoor.errors import DeviceError
@@ -170,18 +170,9 @@ class StreamTimer:
 
 def describe_machine(gpu: BenchGpu) -> str:
     """Name hardware and versions in one line."""
-    processors = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("cuda-bindings", "nvidia-cuda-nvrtc", "triton"))
-    return (
-        f"{gpu.name} ({_link(0)}), CUDA {gpu.driver.driver_version() / 1000:.1f}; "
-        f"{processors[0] if processors else platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-        f"Linux {platform.release()}; kvmoor {kvmoor.__version__}, Python {platform.python_version()}, "
-        f"NumPy {np.__version__}, torch {gpu.torch.__version__}, {versions}"
-    )
+    cuda = gpu.driver.driver_version() / 1000
+    return f"{gpu.name} ({_link(0)}), CUDA {cuda:.1f}; {machine(kvmoor, np, gpu.torch)}, {versions}"
 
 
 def _version(package: str) -> str:

@@ -37,7 +37,7 @@ def test_the_host_copies_benchmark_runs() -> None:
     lines = run("host_copies.py", "--quick", "--runs", "1").splitlines()
 
     assert "How fast does a CpuDevice copy" in lines[0]
-    assert "NumPy" in lines[1]
+    assert "numpy" in lines[1]
     assert ["one", "scattered"] == [line.split()[3] for line in lines[4:]]
 
 
@@ -65,7 +65,7 @@ def test_the_startup_benchmark_runs() -> None:
     lines = run("startup.py", "--quick").splitlines()
 
     assert "How soon can a large pool" in lines[0]
-    assert "NumPy" in lines[1]
+    assert "numpy" in lines[1]
     starts = ("arena, background", "arena, eager", "plain ", "plain, huge pages", "beside nothing")
     assert all(line.startswith(start) for start, line in zip(starts, lines[3:], strict=False))
 
@@ -88,7 +88,7 @@ def test_the_benchmarks_of_the_index_speak_json(script: str, figures: str) -> No
     report = json.loads(run(script, "--quick", "--json"))
 
     assert report["question"].endswith("?")
-    assert "NumPy" in report["machine"]
+    assert "numpy" in report["machine"]
     assert report[figures]
 
 
