@@ -195,6 +195,9 @@ class FakeEngine:
         self.ranks = self.core.model_executor.ranks
         self.connector = self.core.scheduler.connector
         self.core.scheduler._preempt_request = self._count(self.core.scheduler._preempt_request)
+        self.within_step = lambda: None  # called between a step's work on the ranks and what comes of its output
+        process_aborts = self.core._process_aborts_queue
+        self.core._process_aborts_queue = lambda: (self.within_step(), process_aborts())
 
     def _config(self, folder, executor):
         VllmConfig.use_v2_model_runner = property(lambda _config: False)

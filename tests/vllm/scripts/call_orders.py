@@ -75,8 +75,11 @@ class Walk:
         self.setup = setup
         self.draw = random.Random(setup.seed)
         self.engine = FakeEngine(folder, setup)
+        self.engine.within_step = self._abort_within_step
         self.asked = {}
         self.seen = Counter()
+        self.num_failed = 0
+        self.to_ask_again = []
         self.roots = [[self.draw.randrange(NUM_TOKENS) for _ in range(_ROOT_LENGTH)] for _ in range(_ROOTS)]
 
     def run(self, num_events):
@@ -106,7 +109,20 @@ class Walk:
         elif engine.has_work:
             engine.step()
 
+    def _abort_within_step(self):
+        """Abort a request now and then where it is hardest: its step ran, a copy failed, and nobody was told yet."""
+        num_failed, self.num_failed = self.num_failed, sum(rank.num_failed for rank in self.engine.ranks)
+        if self.engine.open and self.draw.random() < (0.5 if self.num_failed > num_failed else 0.01):
+            loading = list(filter(self._is_loading, sorted(self.engine.open)))
+            request = self.draw.choice(loading or sorted(self.engine.open))
+            self.seen["aborts within a step"] += 1
+            self.engine.abort(request)
+            prompt = self.asked[request][0]
+            self.to_ask_again += prompt, prompt[: self.draw.randint(1, len(prompt))]  # the shorter one is asked first
+
     def _prompt(self):
+        if self.to_ask_again and self.draw.random() < 0.7:
+            return self.to_ask_again.pop()
         root = self.draw.choice(self.roots)
         length = self.draw.choice([self.draw.randint(1, _ROOT_LENGTH), _ROOT_LENGTH, 48, 32])
         suffix = self.draw.choice([0, self.draw.randint(0, _LONGEST_SUFFIX)])

@@ -66,6 +66,17 @@ def _nobody_waits():
     return _with(WorkerSide, "wait", lambda _self, _job_ids: None)
 
 
+def _aborts_within_a_step_are_not_seen():
+    build = KvmoorConnector.build_connector_meta
+
+    def build_and_forget(self, scheduler_output):
+        metadata = build(self, scheduler_output)
+        self._tables_of_sync_step = []
+        return metadata
+
+    return _with(KvmoorConnector, "build_connector_meta", build_and_forget)
+
+
 def _failures_are_not_noted():
     return _with(SchedulerSide, "note_failed", lambda _self, _order_ids: None)
 
@@ -114,6 +125,7 @@ MUTATIONS = {
     "loads_wait_for_nothing": _loads_wait_for_nothing,
     "stores_wait_for_nothing": _stores_wait_for_nothing,
     "nobody_waits": _nobody_waits,
+    "aborts_within_a_step_are_not_seen": _aborts_within_a_step_are_not_seen,
     "failures_are_not_noted": _failures_are_not_noted,
     "failures_are_not_told": _failures_are_not_told,
     "zeroed_stores_count": _zeroed_stores_count,
