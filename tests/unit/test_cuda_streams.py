@@ -75,7 +75,11 @@ def test_the_default_streams_are_the_engines_only(handle, form):
         stream_handle(form(handle))
 
 
-@pytest.mark.parametrize("stream", [None, True, "0", 1.5, object(), TorchStream(None), TorchStream("0")], ids=repr)
+@pytest.mark.parametrize(
+    "stream",
+    [None, True, "0", 1.5, object(), TorchStream(None), TorchStream("0")],
+    ids=["nothing", "boolean", "text", "fraction", "object", "torch's, of nothing", "torch's, of text"],
+)
 def test_what_is_no_stream_is_refused(stream):
     """The error shows what came and says what can be passed."""
     with pytest.raises(RequestError, match="is no CUDA stream: pass the driver's handle"):
