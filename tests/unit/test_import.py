@@ -112,9 +112,10 @@ def test_every_test_says_what_it_promises():
     assert [] == silent
 
 
-def test_the_import_benchmark_runs(capsys):
+def test_the_import_benchmark_runs(capsys, monkeypatch):
     """The benchmark of the import time works, in its smallest form."""
     path = ROOT / "benchmarks/import_time.py"
+    monkeypatch.syspath_prepend(path.parent)  # as for a script
     spec = importlib.util.spec_from_file_location("import_time", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
