@@ -1,5 +1,6 @@
 """What holds for every test: nothing is left behind, and a failure found by Hypothesis can be repeated."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,27 @@ np._core.multiarray._set_madvise_hugepage(False)
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off what is there before the tests: going through all of torch takes it 0.4 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mistook_no_mapping() -> Iterator[None]:
+    """Fail the last test if the check after any of them took a mapping of kvmoor for another one."""
+    yield
+    mistaken = leak_check.find_mistaken()
+    if mistaken:
+        pytest.fail("some test left behind: " + "; ".join(mistaken), pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,12 @@
 A mapping counts as kvmoor's if its name says so (a memfd), if it is anonymous and advised to use huge pages, as every
 arena is, or if it is a reservation of addresses as an arena makes one. NumPy gives the same advice for large arrays, so
 conftest.py tells it not to. The C library reserves addresses too, for its heaps, but in multiples of 64 MiB.
+
+What a mapping is, is read once, when it is first seen. Another one in exactly its place would be taken for it;
+`find_mistaken` reads all anew.
 """
 
 import gc
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -14,9 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+\s*(.*)\n")
+_MEMFD: Final = "/memfd:kvmoor"
 _MIN_RESERVED_NBYTES: Final = 2 << 20  # what an arena reserves for alignment alone; guard pages are smaller
 _HEAP_ALIGNMENT: Final = 64 << 20
+
+# The mappings of the last look that may be kvmoor's, as the kernel writes them, each with what it is. Reading what they
+# are takes 40 ms in a process that has imported torch, which is more than most tests take, and few tests map anything.
+_seen: Final[dict[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,15 @@ def find_leaks(before: Resources, *, expects_quarantine: bool = False, timeout_s
     return _differences(before, after, expects_quarantine=expects_quarantine)
 
 
+def find_mistaken() -> list[str]:
+    """Describe the mappings of kvmoor that were taken for what was in their place before."""
+    return [
+        f"{len(_addresses(line))} bytes of {kind} at {_addresses(line).start:#x}"
+        for line, kind in _read_kinds().items()
+        if kind and line in _seen and _seen[line] != kind
+    ]
+
+
 def _differences(before: Resources, after: Resources, *, expects_quarantine: bool) -> list[str]:
     leaks = [
         f"file descriptor {number}: {target}"
@@ -78,24 +93,46 @@ def _kvmoor_threads() -> Iterator[threading.Thread]:
 
 
 def _kvmoor_mappings() -> Iterator[tuple[range, str]]:
-    mapping, permissions, name = range(0), "", ""
-    for line in Path("/proc/self/smaps").read_text().splitlines(keepends=True):
-        if match := _MAPPING.fullmatch(line):
-            mapping, permissions, name = range(int(match[1], 16), int(match[2], 16)), match[3], match[4]
-        elif line.startswith("VmFlags:"):
-            flags = line.split()
-            if name.startswith("/memfd:kvmoor"):
-                yield mapping, name
-            elif not name and "hg" in flags:
-                yield mapping, "anonymous memory"
-            elif (
-                not name
-                and permissions == "---p"
-                and "nr" in flags
-                and len(mapping) >= _MIN_RESERVED_NBYTES
-                and mapping.stop % _HEAP_ALIGNMENT
-            ):
-                yield mapping, "reserved addresses"
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if _may_be_ours(line)]
+    seen = {line: _seen[line] for line in lines if line in _seen}
+    if len(seen) < len(lines):
+        seen = _read_kinds()
+    _seen.clear()
+    _seen.update(seen)
+    return ((_addresses(line), kind) for line, kind in seen.items() if kind)
+
+
+def _read_kinds() -> dict[str, str]:
+    """Read what each mapping is that may be kvmoor's: the kernel walks through all page tables for it."""
+    first, *others = Path("/proc/self/smaps").read_text().split("\nVmFlags:")
+    kinds, line = {}, first.partition("\n")[0]
+    for other in others:
+        flags, _, following = other.partition("\n")
+        if _may_be_ours(line):
+            kinds[line] = _kind(line, flags.split())
+        line = following.partition("\n")[0]
+    return kinds
+
+
+def _may_be_ours(line: str) -> bool:
+    return ("/" not in line and "[" not in line) or _MEMFD in line  # else another file, or a name as [heap]
+
+
+def _kind(line: str, flags: list[str]) -> str:
+    """Name what a mapping of kvmoor is; "" if it is somebody else's."""
+    permissions, mapping = line.split()[1], _addresses(line)
+    name = "".join(line.split(maxsplit=5)[5:])  # after addresses, permissions, offset, device and inode
+    if name:
+        return name if name.startswith(_MEMFD) else ""
+    if "hg" in flags:
+        return "anonymous memory"
+    is_reservation = permissions == "---p" and "nr" in flags and len(mapping) >= _MIN_RESERVED_NBYTES
+    return "reserved addresses" if is_reservation and mapping.stop % _HEAP_ALIGNMENT else ""
+
+
+def _addresses(line: str) -> range:
+    start, end = line.split(maxsplit=1)[0].split("-")
+    return range(int(start, 16), int(end, 16))
 
 
 def _nbytes_outside(mapping: range, others: Iterable[range]) -> int:

@@ -120,7 +120,7 @@ def test_jobs_are_over_in_order_whichever_way_they_go(rig, direction, seed):
             for chosen in jobs[: queue.completed()]:
                 for number in chosen:
                     content = blocks.content(number)
-                    np.testing.assert_array_equal(content, blocks.slots[number][: content.size])
+                    assert np.array_equal(content, blocks.slots[number][: content.size]), f"block {number}"
         assert len(jobs) == queue.completed()
 
 
