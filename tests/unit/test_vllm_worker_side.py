@@ -116,6 +116,29 @@ def test_jobs_share_the_time_of_their_lane(make_rank, scripted) -> None:
     assert [(1, 3.0), (2, 1.0), (3, 3.0), (4, 2.0), (5, 2.0)] == sorted(found)
 
 
+def test_a_failed_job_takes_its_own_part_of_the_time(make_rank, scripted) -> None:
+    """A job that ends well at the same look is charged for its own bytes, and for no more than its own life."""
+    now = [100.0]
+    rank = make_rank(clock=lambda: now[0])
+    gate = scripted.hold("store")
+    scripted.fail_at(0, queue="store")
+    rank.store(1, [0], [0])
+    rank.store(2, [1], [1])
+    now[0] = 104.0
+    gate.release()
+    rank.side.wait([1, 2])
+    assert [(1, None), (2, 2.0)] == [(job.job_id, job.seconds) for job in rank.side.get_finished()]
+
+    gate = scripted.hold("load")
+    rank.load(3, [0], [1])
+    now[0] = 150.0
+    rank.load(4, [1], [1])
+    now[0] = 151.0
+    gate.release()
+    rank.side.wait([3, 4])
+    assert [(3, 23.5), (4, 1.0)] == [(job.job_id, job.seconds) for job in rank.side.get_finished()]
+
+
 @pytest.mark.parametrize("kind", ["store", "load"])
 def test_a_job_that_fails_is_over_and_told_beside(make_rank, scripted, kind) -> None:
     """The engine hears that it is over, without figures, and the connector hears why it failed."""

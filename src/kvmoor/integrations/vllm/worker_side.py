@@ -38,8 +38,7 @@ _Lane = tuple[OrderKind, bool]
 class EndedJob:
     """A job of vLLM's whose copy is over.
 
-    `seconds`: its part, by bytes, of the time that its lane was seen to work; over all jobs they add up to that time.
-    Both figures are None if it failed, so that nothing counts it.
+    `seconds`: its part of the time that its lane was seen to work. Both are None if it failed; nobody counts its part.
     """
 
     job_id: int
@@ -199,7 +198,7 @@ class WorkerSide:
                 continue
             del self._running[report.order_id]
             over.append((job, report))
-        self._share_time(over)
+        self._share_time([job for job, _ in over])
         for job, report in over:
             self._end(job, report)
         for order_id, job in self._running.items():
@@ -209,19 +208,24 @@ class WorkerSide:
                     "would wait for ever, and its device blocks cannot be given to another; restart the engine"
                 )
 
-    def _share_time(self, over: list[tuple["_Job", Report]]) -> None:
-        """Give each job its part of the time that its lane has worked on those that were over at the same look.
+    def _share_time(self, over: Iterable["_Job"]) -> None:
+        """Give each job its part, by bytes, of the time that its lane has worked on those over at the same look.
 
         A lane works on one job after the other, so times from submission would count the same second for each of them.
+        No job gets more than that all the same: the one before it may have been stuck.
         """
         now = self._clock()
-        for lane in {job.lane for job, _ in over}:
-            together = [(job, report.nbytes) for job, report in over if job.lane == lane]
-            begun = max(self._idle_since.get(lane, 0.0), min(job.submitted_s for job, _ in together))
-            nbytes = sum(nbytes for _, nbytes in together)
-            for job, its_nbytes in together:
-                job.seconds = (now - begun) * its_nbytes / max(1, nbytes)
+        for lane in {job.lane for job in over}:
+            together = {job: self._planned_nbytes(job) for job in over if job.lane == lane}
+            begun = max(self._idle_since.get(lane, 0.0), min(job.submitted_s for job in together))
+            for job, nbytes in together.items():
+                share = (now - begun) * nbytes / max(1, sum(together.values()))
+                job.seconds = min(share, now - job.submitted_s)
             self._idle_since[lane] = now
+
+    def _planned_nbytes(self, job: "_Job") -> int:
+        parts = () if job.order is None else job.order.parts
+        return sum(len(part.slots) * self._worker.layout.groups[part.group].slot_nbytes for part in parts)
 
     def _end(self, job: "_Job", report: Report) -> None:
         if report.outcome is not Outcome.DONE:
@@ -251,7 +255,7 @@ class WorkerSide:
             self._failed.append(FailedJob(job_id, order_id, reason))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """A job of vLLM's from its submission to the proof that its copy is over."""
 
