@@ -23,18 +23,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector off what is there before the tests: going through all of torch takes it 0.4 s."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def mistook_no_mapping() -> Iterator[None]:
-    """Fail the last test if the check after any of them took a mapping of kvmoor for another one."""
+    """Fail the last test if the check after any of them took a mapping of kvmoor for what was there before."""
     yield
     mistaken = leak_check.find_mistaken()
     if mistaken:

@@ -4,8 +4,8 @@ A mapping counts as kvmoor's if its name says so (a memfd), if it is anonymous a
 arena is, or if it is a reservation of addresses as an arena makes one. NumPy gives the same advice for large arrays, so
 conftest.py tells it not to. The C library reserves addresses too, for its heaps, but in multiples of 64 MiB.
 
-What a mapping is, is read once, when it is first seen. Another one in exactly its place would be taken for it;
-`find_mistaken` reads all anew.
+What a mapping is, is read when there is one that was not there before. Another one in exactly the place of one that is
+known is taken for it until then; what this has hidden from the check after a test, `find_mistaken` tells in the end.
 """
 
 import gc
@@ -23,6 +23,7 @@ _HEAP_ALIGNMENT: Final = 64 << 20
 # The mappings of the last look that may be kvmoor's, as the kernel writes them, each with what it is. Reading what they
 # are takes 40 ms in a process that has imported torch, which is more than most tests take, and few tests map anything.
 _seen: Final[dict[str, str]] = {}
+_mistaken: Final[list[str]] = []
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Resources:
 
 
 def snapshot() -> Resources:
-    """Read what this process holds now."""
-    return Resources(dict(_descriptors()), frozenset(_kvmoor_threads()), dict(_kvmoor_mappings()))
+    """Read what this process holds now, before a test."""
+    return _read_resources(is_before=True)
 
 
 def find_leaks(before: Resources, *, expects_quarantine: bool = False, timeout_s: float = 2.0) -> list[str]:
@@ -46,23 +47,25 @@ def find_leaks(before: Resources, *, expects_quarantine: bool = False, timeout_s
     kvmoor are exempt, because a quarantined arena keeps them on purpose.
     """
     deadline = time.monotonic() + timeout_s
-    after = snapshot()
+    # All anew where memory stays on purpose: it must not be found later, and held against others.
+    after = _read_resources(anew=expects_quarantine)
     if _differences(before, after, expects_quarantine=expects_quarantine):
         gc.collect()  # what only a reference cycle keeps open is about to be closed, loudly
         if not expects_quarantine:
             for thread in after.threads - before.threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        after = snapshot()
+        after = _read_resources()
     return _differences(before, after, expects_quarantine=expects_quarantine)
 
 
 def find_mistaken() -> list[str]:
-    """Describe the mappings of kvmoor that were taken for what was in their place before."""
-    return [
-        f"{len(_addresses(line))} bytes of {kind} at {_addresses(line).start:#x}"
-        for line, kind in _read_kinds().items()
-        if kind and line in _seen and _seen[line] != kind
-    ]
+    """Describe the mappings of kvmoor that the check after a test took for what was in their place before."""
+    return [*_mistaken, *_changed(_read_kinds())]
+
+
+def _read_resources(*, is_before: bool = False, anew: bool = False) -> Resources:
+    mappings = dict(_kvmoor_mappings(is_before=is_before, anew=anew))
+    return Resources(dict(_descriptors()), frozenset(_kvmoor_threads()), mappings)
 
 
 def _differences(before: Resources, after: Resources, *, expects_quarantine: bool) -> list[str]:
@@ -92,11 +95,13 @@ def _kvmoor_threads() -> Iterator[threading.Thread]:
     return (thread for thread in threading.enumerate() if thread.name.startswith("kvmoor"))
 
 
-def _kvmoor_mappings() -> Iterator[tuple[range, str]]:
+def _kvmoor_mappings(*, is_before: bool, anew: bool) -> Iterator[tuple[range, str]]:
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if _may_be_ours(line)]
     seen = {line: _seen[line] for line in lines if line in _seen}
-    if len(seen) < len(lines):
+    if anew or len(seen) < len(lines):
         seen = _read_kinds()
+        if is_before:  # after a test they are among its leaks
+            _mistaken.extend(_changed(seen))
     _seen.clear()
     _seen.update(seen)
     return ((_addresses(line), kind) for line, kind in seen.items() if kind)
@@ -112,6 +117,15 @@ def _read_kinds() -> dict[str, str]:
             kinds[line] = _kind(line, flags.split())
         line = following.partition("\n")[0]
     return kinds
+
+
+def _changed(kinds: dict[str, str]) -> list[str]:
+    """Describe the mappings of kvmoor that are not what was seen in their place."""
+    return [
+        f"{len(_addresses(line))} bytes of {kind} at {_addresses(line).start:#x}"
+        for line, kind in kinds.items()
+        if kind and _seen.get(line, kind) != kind
+    ]
 
 
 def _may_be_ours(line: str) -> bool:

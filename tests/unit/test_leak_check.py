@@ -168,17 +168,38 @@ def test_a_mapping_like_that_of_an_arena_is_reported_in_bytes(before, kind, name
     assert [] == leak_check.find_leaks(before)
 
 
-def test_a_mapping_in_the_exact_place_of_another_is_reported_in_the_end():
-    """What the check after a test takes for memory of before the test, the check after all tests finds."""
+@pytest.mark.parametrize("others_follow", [False, True])
+def test_a_mapping_in_the_exact_place_of_another_is_reported_in_the_end(monkeypatch, others_follow):
+    """What the check after a test takes for memory of before it, the check after all tests finds, whatever follows."""
+    monkeypatch.setattr(leak_check, "_mistaken", [])
     mapping = FarReservation(1 << 20)  # too small to be taken for an arena's
     try:
         before = leak_check.snapshot()
         SystemCalls().madvise(mapping.address, 1 << 20, mmap.MADV_HUGEPAGE)
-        at_once, in_the_end = leak_check.find_leaks(before), leak_check.find_mistaken()
+        at_once = leak_check.find_leaks(before)
+        if others_follow:
+            with mmap.mmap(-1, 12_345_678, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+                assert [] == leak_check.find_leaks(leak_check.snapshot())
+        in_the_end = leak_check.find_mistaken()
     finally:
         mapping.close()
     assert [] == at_once
     assert [f"{1 << 20} bytes of anonymous memory at {mapping.address:#x}"] == in_the_end
+
+
+def test_what_is_quarantined_in_the_place_of_another_is_held_against_nobody(monkeypatch):
+    """Memory that stays on purpose is no leak of a later test, nor of all, in whose place it may be."""
+    monkeypatch.setattr(leak_check, "_mistaken", [])
+    mapping = FarReservation(1 << 20)
+    try:
+        before = leak_check.snapshot()
+        SystemCalls().madvise(mapping.address, 1 << 20, mmap.MADV_HUGEPAGE)
+        at_once = leak_check.find_leaks(before, expects_quarantine=True)
+        later = leak_check.find_leaks(leak_check.snapshot())
+        in_the_end = leak_check.find_mistaken()
+    finally:
+        mapping.close()
+    assert ([], [], []) == (at_once, later, in_the_end)
 
 
 def test_ordinary_memory_is_not_reported(before):
