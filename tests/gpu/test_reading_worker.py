@@ -31,6 +31,7 @@ def test_a_reader_loads_what_an_owner_stored(gpu: Gpu, pin: Literal["background"
     plan = plan_arena(layouts[0], 64 * MIB)
     random = np.random.default_rng(5)
     stored, loaded, slots = (random.permutation(NUM_BLOCKS)[: NUM_BLOCKS // 2] for _ in range(3))
+    reading_device = gpu.open_device()
     owner = TransferWorker(
         layouts[0],
         plan,
@@ -40,8 +41,10 @@ def test_a_reader_loads_what_an_owner_stored(gpu: Gpu, pin: Literal["background"
         backing=Backing.MEMFD,
         engine_id="gpu-reading",
     )
-    reader = ReadingWorker(layouts[1], gpu.open_device(), pin=pin)
+    workers: list[TransferWorker | ReadingWorker] = [owner]
     try:
+        reader = ReadingWorker(layouts[1], reading_device, pin=pin)
+        workers.insert(0, reader)
         owner.take_published()
         reader.attach(owner.ticket())
         assert reader.wait_registered(WAIT_S) == (pin == "background")
@@ -53,7 +56,7 @@ def test_a_reader_loads_what_an_owner_stored(gpu: Gpu, pin: Literal["background"
         assert torch.equal(expected, ours)
         assert reader.statistics().staged_jobs == int(pin == "off")
     finally:
-        ends = [worker.close(WAIT_S) for worker in (reader, owner)]
+        ends = [worker.close(WAIT_S) for worker in workers]
     assert all(end.graceful for end in ends), ends
 
 

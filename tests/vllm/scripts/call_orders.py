@@ -80,6 +80,7 @@ class Walk:
         self.seen = Counter()
         self.num_failed = 0
         self.to_ask_again = []
+        self.aborts_within_steps = True
         self.roots = [[self.draw.randrange(NUM_TOKENS) for _ in range(_ROOT_LENGTH)] for _ in range(_ROOTS)]
 
     def run(self, num_events):
@@ -112,9 +113,9 @@ class Walk:
     def _abort_within_step(self):
         """Abort a request now and then where it is hardest: its step ran, a copy failed, and nobody was told yet."""
         num_failed, self.num_failed = self.num_failed, sum(rank.num_failed for rank in self.engine.ranks)
-        if self.engine.open and self.draw.random() < (0.5 if self.num_failed > num_failed else 0.01):
-            loading = list(filter(self._is_loading, sorted(self.engine.open)))
-            request = self.draw.choice(loading or sorted(self.engine.open))
+        candidates = sorted(self.engine.open & self.asked.keys()) if self.aborts_within_steps else []
+        if candidates and self.draw.random() < (0.5 if self.num_failed > num_failed else 0.01):
+            request = self.draw.choice(list(filter(self._is_loading, candidates)) or candidates)
             self.seen["aborts within a step"] += 1
             self.engine.abort(request)
             prompt = self.asked[request][0]
@@ -169,6 +170,7 @@ class Walk:
 
     def _look_at_all_that_is_stored(self):
         """Ask everything once more with nothing on the device: what is stored now, and wrong, is loaded."""
+        self.aborts_within_steps = False
         self.engine.settle()
         self.seen["loads of the walk"] += self._num_loads()
         statistics = self.engine.connector.scheduler_side.coordinator.statistics()
