@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 from kvmoor import BlockKey, BlockLayout, CpuDevice, Offloader

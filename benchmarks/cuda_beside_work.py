@@ -21,7 +21,7 @@ from typing import Any
 
 from cuda_parts.batch_call import BatchCall
 from cuda_parts.bench_gpu import WAIT_S, BenchGpu, describe_machine, open_gpu
-from cuda_parts.paged_copies import KIB, MIB, PagedCopies
+from cuda_parts.paged_copies import HOW_SLOTS_LIE, KIB, MIB, PagedCopies
 from cuda_parts.report import Report, nbytes_name, parse_options
 
 from kvmoor.devices.device import Direction
@@ -290,7 +290,7 @@ def main() -> int:
             f"Beside bf16 matrix products of {SIZE} x {SIZE} ({matmuls.tflops:.0f} TFLOP/s alone)",
             ("way", "page", "direction", "GB/s", "matmul, % of alone"),
             rows,
-            note=f"kvmoor's strategy, where nothing else is said: {device.strategy}",
+            note=f"kvmoor's strategy, where nothing else is said: {device.strategy}. {HOW_SLOTS_LIE}",
         )
         if not options.sweep:
             report_targets(report, found)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from cuda_parts.bench_gpu import WAIT_S, BenchGpu, JobTimes, StreamTimer, describe_machine, open_gpu, time_job
-from cuda_parts.paged_copies import GIB, KIB, MIB, PagedCopies
+from cuda_parts.paged_copies import GIB, HOW_SLOTS_LIE, KIB, MIB, PagedCopies
 from cuda_parts.report import Report, nbytes_name, parse_options
 
 from kvmoor.block_layout import BlockLayout
@@ -181,7 +181,7 @@ def report_page_sizes(report: Report, found: list[dict[str, Any]], strategy: obj
         "1 GiB of random blocks, GB/s",
         ("page", "store", "link", "%", "batch call", "load", "link", "%", "batch call", "Triton, 12 programs"),
         rows,
-        note=f"kvmoor's strategy: {strategy}",
+        note=f"kvmoor's strategy: {strategy}. {HOW_SLOTS_LIE}",
     )
     report.table(
         "Time of the call, ms a GiB",

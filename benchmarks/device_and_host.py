@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from common.machine import machine
-from common.tables import markdown
+from print_parts.machine import machine
+from print_parts.tables import markdown
 from trace_parts.traces import TRACES, progress
 
 import kvmoor

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 import numpy as np
-from common.machine import machine
 from numpy.typing import NDArray
+from print_parts.machine import machine
 
 import kvmoor
 from kvmoor.block_layout import GroupLayout, TensorPages

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 from kvmoor.block_key import BlockKey, BlockKeys

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from common.machine import machine
-from common.tables import markdown
+from print_parts.machine import machine
+from print_parts.tables import markdown
 from trace_parts.traces import FOLDER, TRACES, progress
 
 import kvmoor

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 from kvmoor import BlockLayout

@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from common.machine import machine
-from common.tables import markdown
+from print_parts.machine import machine
+from print_parts.tables import markdown
 
 import kvmoor
 from kvmoor.coordinator import Coordinator

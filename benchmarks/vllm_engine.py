@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 from kvmoor.byte_sizes import format_nbytes
@@ -154,6 +154,7 @@ def conclude(runs: dict[str, list[dict[str, Any]]]) -> tuple[bool, list[str]]:
     return is_equal and not failed, [
         f"returning prompts: {off:.3f} s without, {on:.3f} s with offloading: {off / on:.1f} times sooner",
         f"answers of all engines and visits: {'equal' if is_equal else 'NOT EQUAL'}; loads that failed: {failed}",
+        "The model is small and one core computes, so computing again is slow: the ratio says nothing about a GPU.",
     ]
 
 

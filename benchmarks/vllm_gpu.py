@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.machine import processor
+from print_parts.machine import processor
 from vllm_gpu_parts.engines import ENVIRONMENT
 from vllm_gpu_parts.findings import Findings
 from vllm_gpu_parts.plan import LINK_S, EngineRun, batches, describe_plan, plan_runs

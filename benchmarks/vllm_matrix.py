@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine
+from print_parts.machine import machine
 
 import kvmoor
 
@@ -34,6 +34,16 @@ SCRIPTS = ROOT / "tests" / "vllm" / "scripts"
 TIMEOUT_S = 3600.0
 FROM_GPU_WHEEL = "0.33"
 """There is no build of this version for CPUs: its folder holds the Python files of the one for GPUs."""
+
+LEGEND = (
+    "- equal: greedy answers in float32, token by token, are those of the case named beside it; one that is compared",
+    "  with itself asks again at its end, and nothing may be left in flight: jobs, leases, stores, copies.",
+    "- `changed_bytes` changes the sign of all numbers in host memory before each load; the other rows rest on loads.",
+    "- -: that version does not have what is tried: loads within a step, sleep that connectors are told of, chunks of",
+    "  several blocks with sliding windows (refused below 0.33), guessed tokens on the CPU with 0.30.",
+    "- `sleep`: the worker's part, which does nothing on a CPU, is stood in for by a function that calls the connector",
+    "  where the worker of a GPU does, and overwrites the KV caches.",
+)
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ def main() -> int:
             f"\\* There is no build of {FROM_GPU_WHEEL} for CPUs: these are the Python files of the one for GPUs, on "
             f"the compiled parts of {installed}."
         )
-    text += [f"Seconds with start: {seconds}.", "", conclusion]
+    text += [f"Seconds with start: {seconds}.", "", conclusion, "", *LEGEND]
     print("\n".join(text))
     if options.out:
         options.out.write_text("\n".join(text) + "\n", encoding="utf-8")

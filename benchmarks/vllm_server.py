@@ -34,7 +34,7 @@ from typing import Any, Final, Self
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # what starts and asks a server is shared with the tests
 
-from common.machine import machine  # noqa: E402
+from print_parts.machine import machine  # noqa: E402
 
 from server_processes import Holdings, holdings  # noqa: E402 - found by the line above
 from server_rig import BLOCK_NBYTES, BLOCK_TOKENS, Server, ServerError, prompt  # noqa: E402

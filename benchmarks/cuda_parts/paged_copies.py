@@ -14,6 +14,11 @@ from kvmoor.host_memory.arena_plan import plan_arena
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 POISON = 0xEE
+HOW_SLOTS_LIE = (
+    "The blocks of a job are random; their slots fill the whole arena in random order, so that sorted they form long "
+    "runs. With slots that are scattered (runs shorter than `gather_from_nbytes`) the page kernel copies: see "
+    "`cuda_copies_sweep`."
+)
 
 
 class PagedCopies:

@@ -6,6 +6,7 @@ begun -> imported -> (waits for a line on stdin) -> ready -> pass 1 ... -> besid
 import importlib
 import itertools
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Life:
 
 def run_child(job_file: Path) -> None:
     """Do what the file says; findings go to the file that it names."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an engine that is aborted may hold 64 GB
     job = json.loads(job_file.read_text())
     findings = Findings(Path(job["found"]))
     begin = time.perf_counter()

@@ -16,7 +16,7 @@ from vllm_gpu_parts.shapes import Shape
 _READY_TIMEOUT_S = 25.0
 _DRAIN_TIMEOUT_S = 60.0
 _STACKS_AFTER_S = 4.8
-"""When an engine that does not end is asked where it is: vLLM kills it after 5 s, and then nobody knows."""
+"""When an engine that does not end is aborted, to print its stacks: vLLM kills it after 5 s, and then nobody knows."""
 
 
 class ServedEngine:
@@ -64,15 +64,16 @@ class ServedEngine:
         }
 
     def close(self) -> float:
-        """Shut the engine down; return how long that took. One that vLLM is about to kill prints its stacks."""
-        late = threading.Timer(_STACKS_AFTER_S, _print_stacks_of_children)
+        """Shut the engine down; return how long that took. One that vLLM is about to kill prints its stacks first."""
+        late = threading.Timer(_STACKS_AFTER_S, _abort_children)
         late.daemon = True
         late.start()
         begin = time.perf_counter()
-        self.llm.llm_engine.engine_core.shutdown()
-        seconds = time.perf_counter() - begin
-        late.cancel()
-        return seconds
+        try:
+            self.llm.llm_engine.engine_core.shutdown()
+            return time.perf_counter() - begin
+        finally:
+            late.cancel()
 
     def _ask(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> list[Any]:
         from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415 - imported by now
@@ -83,8 +84,9 @@ class ServedEngine:
         return outputs
 
 
-def _print_stacks_of_children() -> None:
-    """Let the engine's process print where its threads are, which ends it: PYTHONFAULTHANDLER is set."""
+def _abort_children() -> None:
+    """End the engine's process, which prints where its threads are: PYTHONFAULTHANDLER is set."""
+    print(f"the engine has not ended after {_STACKS_AFTER_S:g} s and is aborted", flush=True)
     for child in multiprocessing.active_children():
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGABRT)

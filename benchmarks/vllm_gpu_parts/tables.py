@@ -46,7 +46,8 @@ def _starts(results: Sequence[Found]) -> str:
     )
     note = (
         "The first engine imports alone, the others beside the start of the one before them. Ready: from the call "
-        "until it can answer. Exit: from the end of the shutdown until the process is gone. GPU memory: of all "
+        "until it can answer. Shutdown: what has not ended after 4.8 s is aborted to learn where it is; vLLM kills it "
+        "after 5 s. Exit: from the end of the shutdown until the process is gone. GPU memory: of all "
         "processes."
     )
     return _table("Start and end", header, rows, note)
