@@ -327,12 +327,13 @@ def setup() -> str:
     """Describe machine and set-up."""
     import torch  # noqa: PLC0415 - there is one where vLLM is
 
+    import kvmoor  # noqa: PLC0415 - as above
     import vllm  # noqa: PLC0415 - as above
 
     prompt_blocks = PROMPT_TOKENS // BLOCK_TOKENS
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return (
-        f"{machine()}, torch {torch.__version__}, vLLM {vllm.__version__}; {today}\n\n"
+        f"{machine(kvmoor, torch, vllm)}; {today}\n\n"
         f"Prompts of {PROMPT_TOKENS} tokens, {prompt_blocks} blocks of {BLOCK_NBYTES // 1024} KiB, 8 tokens asked "
         f"for; device cache {DEVICE_BLOCKS - 1} blocks, host memory {HOST_MEMORY} (256 blocks), at most 8 requests "
         f"at a time. The soak asks {SMALL_SET} prompts ({SMALL_SET * prompt_blocks} blocks) and {LARGE_SET} "
