@@ -26,7 +26,8 @@ class Holdings:
 def session_processes(session: int) -> dict[int, str]:
     """Return the living processes of a session, each with its role; also those that have lost their parent.
 
-    A role is "API server", "engine core", "worker 0", ..., or "helper": those of Python's multiprocessing.
+    A role is "API server", "engine core", "worker 0", ..., "helper": those of Python's multiprocessing, or "ending": a
+    process that was killed has lost its memory, and with it its title, before it lets go of its descriptors.
     """
     found = {}
     for pid in _all_pids():
@@ -41,6 +42,8 @@ def session_processes(session: int) -> dict[int, str]:
 def _role(command: bytes) -> str:
     """Name a process by the title that vLLM gives it."""
     title = command.rstrip(b"\0 ").decode(errors="replace")
+    if not title:
+        return "ending"
     if title == "VLLM::EngineCore":
         return "engine core"
     if title.startswith("VLLM::Worker"):
