@@ -101,13 +101,14 @@ class SlabMapper:
         plan = self._plan.groups[group]
         if not plan.slot_nbytes:
             return (slots >= 0) & (slots < plan.num_slots) & (self.num_published(group) > 0)
-        return self._plan.groups[group].look_up(self._ready[group], slots)
+        return plan.look_up(self._ready[group], slots)
 
     def are_registered(self, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Return for each slot whether copies may go there directly; those of a group without tensors have none."""
-        if self.registration.mode == "direct" or not self._plan.groups[group].slot_nbytes:
+        plan = self._plan.groups[group]
+        if self.registration.mode == "direct" or not plan.slot_nbytes:
             return np.ones(slots.shape, np.bool_)
-        return self._plan.groups[group].look_up(self._direct[group], slots)
+        return plan.look_up(self._direct[group], slots)
 
     def start(self) -> None:
         """Begin to map on a thread of its own and return at once."""

@@ -218,8 +218,9 @@ class WorkerSide:
         for lane in {job.lane for job in over}:
             together = {job: self._planned_nbytes(job) for job in over if job.lane == lane}
             begun = max(self._idle_since.get(lane, 0.0), min(job.submitted_s for job in together))
+            seconds_a_byte = (now - begun) / max(1, sum(together.values()))
             for job, nbytes in together.items():
-                share = (now - begun) * nbytes / max(1, sum(together.values()))
+                share = nbytes * seconds_a_byte
                 job.seconds = min(share, now - job.submitted_s)
             self._idle_since[lane] = now
 
