@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from print_parts.machine import machine
+from print_parts.tables import print_and_keep
 
 import kvmoor
 from kvmoor.byte_sizes import format_nbytes
@@ -199,9 +200,7 @@ def main() -> int:
         "",
         *conclusion,
     ]
-    print("\n".join(text))
-    if options.out:
-        options.out.write_text("\n".join(text) + "\n", encoding="utf-8")
+    print_and_keep(text, options.out)
     return 0 if is_right else 1
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from print_parts.machine import machine
+from print_parts.tables import print_and_keep
 
 import kvmoor
 
@@ -173,9 +174,7 @@ def main() -> int:
             f"the compiled parts of {installed}."
         )
     text += [f"Seconds with start: {seconds}.", "", conclusion, "", *LEGEND]
-    print("\n".join(text))
-    if options.out:
-        options.out.write_text("\n".join(text) + "\n", encoding="utf-8")
+    print_and_keep(text, options.out)
     return 0 if is_right else 1
 
 

@@ -35,6 +35,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # what starts and asks a server is shared with the tests
 
 from print_parts.machine import machine  # noqa: E402
+from print_parts.tables import section  # noqa: E402
 
 from server_processes import Holdings, holdings  # noqa: E402 - found by the line above
 from server_rig import BLOCK_NBYTES, BLOCK_TOKENS, Server, ServerError, prompt  # noqa: E402
@@ -69,20 +70,18 @@ class Report:
         self._text = ""
         self.add(f"# {QUESTION}\n\n{setup}")
 
-    def add(self, section: str) -> None:
+    def add(self, text: str) -> None:
         """Add a section."""
-        print(section + "\n", flush=True)
-        self._text += section + "\n\n"
+        print(text + "\n", flush=True)
+        self._text += text + "\n\n"
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
             self._out.write_text(self._text.rstrip() + "\n")
 
-    def table(self, title: str, header: Row, rows: Sequence[Row], note: str = "") -> None:
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Row], note: str = "") -> None:
         """Add a table with the load of the machine at that time."""
-        lines = [f"## {title}", ""]
-        lines += ["| " + " | ".join(map(str, cells)) + " |" for cells in (header, ["---"] * len(header), *rows)]
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-        self.add("\n".join([*lines, "", *([note, ""] if note else []), f"Load average afterwards: {load}."]))
+        self.add(f"{section(title, header, rows, note)}\n\nLoad average afterwards: {load}.")
 
 
 class Sampler:

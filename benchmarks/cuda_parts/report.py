@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from print_parts.tables import section
+
 
 @dataclass(frozen=True)
 class Target:
@@ -61,16 +63,7 @@ class Report:
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:
         """Add a table, print it and save it."""
-        lines = [
-            f"## {title}",
-            "",
-            "| " + " | ".join(header) + " |",
-            "|" + "---|" * len(header),
-            *("| " + " | ".join(_cell(value) for value in row) + " |" for row in rows),
-        ]
-        if note:
-            lines += ["", note]
-        self._sections.append("\n".join(lines))
+        self._sections.append(section(title, header, rows, note))
         self._tables.append({"title": title, "header": list(header), "rows": [list(map(str, row)) for row in rows]})
         print(self._sections[-1] + "\n", flush=True)
         self._save()
@@ -101,12 +94,6 @@ class Report:
             "targets": [{**asdict(target), "met": target.is_met} for target in self._targets],
         }
         (self._out / f"{self._name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
-    return str(value)
 
 
 def nbytes_name(nbytes: int) -> str:

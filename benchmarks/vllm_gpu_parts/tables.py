@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from print_parts.tables import cell, section
+
 Found = Mapping[str, Any]
 
 
@@ -50,7 +52,7 @@ def _starts(results: Sequence[Found]) -> str:
         "after 5 s. Exit: from the end of the shutdown until the process is gone. GPU memory: of all "
         "processes."
     )
-    return _table("Start and end", header, rows, note)
+    return section("Start and end", header, rows, note)
 
 
 def _passes(results: Sequence[Found], link: Found) -> str:
@@ -82,12 +84,12 @@ def _passes(results: Sequence[Found], link: Found) -> str:
         *("GB stored", "declined", "answers / first tokens equal"),
     )
     note = (
-        f"Link: {_cell(link.get('h2d'))} GB/s host to device, {_cell(link.get('d2h'))} device to host "
+        f"Link: {cell(link.get('h2d'))} GB/s host to device, {cell(link.get('d2h'))} device to host "
         f"({link.get('gpu')}). The metric counts what the engine was told: kvmoor's is the time that a lane was seen "
         "to work, the wait for its event included; vLLM's own is by events on the stream. Equal: to the first pass "
         "without offloading."
     )
-    return _table("Passes", header, rows, note)
+    return section("Passes", header, rows, note)
 
 
 def _beside(results: Sequence[Found]) -> str:
@@ -115,7 +117,7 @@ def _beside(results: Sequence[Found]) -> str:
         *("engine", "steady requests", "steps/s", "p50 ms", "p99 ms", "max ms", "x none alone", "x none, same phase"),
         *("visits/s", "GB/s loaded", "GB/s stored"),
     )
-    return _table("Steps of steady requests", header, rows)
+    return section("Steps of steady requests", header, rows)
 
 
 def _answers(results: Sequence[Found]) -> str:
@@ -145,7 +147,7 @@ def _answers(results: Sequence[Found]) -> str:
         "Equal: to the same case without offloading, with CUDA graphs. Rounding turns near-ties, in bfloat16, wherever "
         "tokens are computed in other batches: what that alone does, the engine without offloading, eager, shows."
     )
-    return _table("Answers", header, rows, note)
+    return section("Answers", header, rows, note)
 
 
 def faults_of(results: Sequence[Found], *, exact: bool) -> list[str]:
@@ -189,17 +191,3 @@ def _equal(answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]] |
     whole, first = _shares(answers, expected)
     num = len(expected)
     return f"{round(whole * num)} / {round(first * num)} of {num}"
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> str:
-    lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
-    return "\n".join([*lines, *(["", note] if note else [])])
-
-
-def _cell(value: object) -> str:
-    if value is None or value == "":
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)
